@@ -1,0 +1,1 @@
+"""Communication between GPUs: settings, topology rules and collectives."""
