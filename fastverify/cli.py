@@ -1,0 +1,34 @@
+"""The console script `fastverify`: subcommands, or the launcher when none is named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from fastverify import launch
+from fastverify.errors import FastverifyError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Dispatch on the first word."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else ""
+    if command in COMMANDS:
+        try:
+            return COMMANDS[command](arguments[1:])
+        except FastverifyError as error:
+            print(f"fastverify: {error}", file=sys.stderr)
+            return 2
+    return launch.main(arguments[1:] if command == "launch" else arguments)
+
+
+def _machine(arguments: Sequence[str]) -> int:
+    from fastverify.machine.record import main as record
+
+    return record(arguments)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"machine": _machine}
+
+if __name__ == "__main__":
+    sys.exit(main())
