@@ -56,7 +56,7 @@ def _tiny(request: Request) -> tuple[Request, Preset, ModelConfig]:
 
     preset = load_preset("tiny")
     config = model_config(CONFIG, "tiny")
-    paths = build.build_tiny()
+    paths = build.tiny_paths() if request.plan else build.build_tiny()
     replaced = msgspec.structs.replace(preset, model=str(paths.target), draft=str(paths.draft))
     return request, replaced, config
 

@@ -179,7 +179,8 @@ def _environment(
     )
     found = nccl_settings(machine, topology, tp, user_env, request.profile, facts)
     lines = [Line(s.name, s.value, s.reason, SOURCES[s.source]) for s in found.settings]
-    return tuple(lines), found.findings
+    kernel = rules.verify_kernel(machine, inputs.config, request)
+    return (*lines, *((kernel,) if kernel else ())), found.findings
 
 
 def describe(machine: Machine, topology: Topology) -> str:

@@ -28,6 +28,7 @@ class Active(msgspec.Struct, frozen=True):
     """What runs, by rank 0's account once it can serve. `active.json`.
 
     drafts: drafts a step, None without speculation. captured: phase -> the runner's graphs.
+    kernel: phases our MLA kernel serves, None when it was not asked for.
     """
 
     device: str
@@ -37,6 +38,7 @@ class Active(msgspec.Struct, frozen=True):
     captured: dict[str, Runner]
     hooks: tuple[str, ...]
     all_reduce: str
+    kernel: str | None = None
 
 
 class VerifyCounts(msgspec.Struct):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fastverify.attention.plan import arch_name, load_table
 from fastverify.errors import ConfigError
 from fastverify.machine.facts import Machine
 from fastverify.machine.finding import Finding
@@ -12,6 +13,11 @@ from fastverify.plan import Line
 from fastverify.preset import Preset
 from fastverify.request import Request
 
+ATTENTION_FLAGS = (
+    "attention-backend",
+    "decode-attention-backend",
+    "prefill-attention-backend",
+)
 GRAPH_SWITCHES = ("disable-decode-cuda-graph", "disable-cuda-graph")
 # Attention backends that pass SGLang 0.5.23's checks on SM120 or not, and in each case cannot
 # serve absorbed MLA there (read in its attention registry and FlashInfer 0.7.2).
@@ -91,11 +97,27 @@ def attention(machine: Machine, config: ModelConfig, request: Request) -> Line |
         return Line("attention-backend", "flashinfer", "chosen with --fastverify-attention", "user")
     if request.attention == "triton":
         return Line("attention-backend", "triton", "chosen with --fastverify-attention", "user")
-    if is_sm120(machine):
-        return Line(
-            "attention-backend", "triton", "the MLA backend of SM120 whose steps are all captured"
-        )
-    return Line("attention-backend", "triton", "every step of it replays a graph")
+    reason = "every step of it replays a graph"
+    if verify_kernel(machine, config, request):
+        reason = "prefill and metadata; verify goes to fastverify's kernel"
+    return Line("attention-backend", "triton", reason)
+
+
+def verify_kernel(machine: Machine, config: ModelConfig, request: Request) -> Line | None:
+    """The variable that puts our MLA verify kernel into SGLang's Triton backend."""
+    wanted = request.attention in ("auto", "fastverify") and is_dense_mla(config)
+    other = any((request.value(flag) or "triton") != "triton" for flag in ATTENTION_FLAGS)
+    capabilities = {gpu.compute_capability for gpu in machine.gpus}
+    if len(capabilities) != 1 or None in capabilities or not wanted or other:
+        return None
+    (capability,) = capabilities
+    arch = arch_name(capability) if capability else ""
+    table = load_table().get(arch)
+    if table is None:
+        return None
+    how = "measured" if table.measured else "chosen by the limits of this GPU, not measured"
+    reason = f"verify reads the prefix in parallel; its tiles are {how}"
+    return Line("FASTVERIFY_ATTENTION", "verify", reason)
 
 
 def gpu_arguments(
@@ -119,7 +141,7 @@ def gpu_arguments(
             f" {request.value('flashinfer-allreduce-fusion-backend')} ends the server at start on"
             " compute capability 12.x (SGLang 0.5.23 takes 9.0 and 10.x only): leave the flag out."
         )
-    for flag in ("attention-backend", "decode-attention-backend", "prefill-attention-backend"):
+    for flag in ATTENTION_FLAGS:
         value = request.value(flag)
         if value in BROKEN_ON_SM120 and is_sm120(machine):
             raise ConfigError(

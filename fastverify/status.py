@@ -28,6 +28,13 @@ def rows(plan: LaunchPlan | None, active: Active) -> list[Row]:
         if phase in active.attention:
             name = f"attention, {PHASE_NAMES[phase]}"
             found.append((name, "-", active.attention[phase], ""))
+    asked_kernel = plan is not None and any(
+        line.name == "FASTVERIFY_ATTENTION" for line in plan.environment
+    )
+    if active.kernel is not None or asked_kernel:
+        found.append(
+            ("MLA kernel", "fastverify" if asked_kernel else "-", active.kernel or "none", "")
+        )
     found.append(("all-reduce", "-", active.all_reduce, ""))
     if on_cpu and active.drafts is not None:
         found.append(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastverify import reports
 from fastverify.errors import ConfigError
 from fastverify.graphs import (
     Exclusion,
@@ -20,6 +24,11 @@ from fastverify.graphs import (
     check_lengths,
     why_eager,
 )
+from fastverify.inputs import gather
+from fastverify.plan import LaunchPlan
+from fastverify.planner import plan as make_plan
+from fastverify.request import parse
+from tests.engine import Server
 
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True).map(tuple)
 
@@ -204,3 +213,46 @@ def test_each_exclusion_has_its_reason(step: Step, runner: Runner, reason: str) 
 
 def test_a_missing_runner_is_a_reason() -> None:
     assert why_eager(Step(1, 4), None) == "no graph was captured for this phase"
+
+
+# --- the real engine on a GPU ----------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_served_batch_replays_graphs_only(tmp_path: pathlib.Path) -> None:
+    """Every planned graph is captured, and no verify step of any batch size runs eagerly."""
+    run_dir = tmp_path / "run"
+    with Server(tmp_path, environment={"FASTVERIFY_RUN_DIR": str(run_dir)}) as server:
+        server.wait_ready()
+        for requests in (1, 2, 3, 5, 8):
+            server.generate([f"{n} boats on the sea and" for n in range(requests)], 24)
+        plan = planned_here()
+        active = reports.read(run_dir, "active.json", reports.Active)
+        counts = settled_counts(run_dir)
+    assert active is not None
+    for phase in ("verify", "draft", "draft_extend"):
+        shapes = {(s.batch, s.rows) for s in plan.graphs.shapes if s.phase == phase}
+        runner = active.captured[phase]
+        assert shapes == {(batch, runner.rows) for batch in runner.batches}, phase
+    assert counts.eager_steps == 0, counts.eager_reasons
+    assert counts.graph_steps > 20
+    assert {key.split(" x ")[0] for key in counts.steps} >= {"1", "8"}
+    assert set(counts.accepted) <= set(range(4)) and len(counts.accepted) >= 3
+    print(f"\n{counts}\n{active}")
+
+
+def planned_here() -> LaunchPlan:
+    """The plan of `--model tiny` on this machine."""
+    return make_plan(gather(parse(["--model", "tiny", "--plan"])), dict(os.environ))
+
+
+def settled_counts(run_dir: pathlib.Path) -> reports.VerifyCounts:
+    """The observer's counters once they have stopped changing."""
+    last = None
+    for _ in range(20):
+        time.sleep(1)
+        now = reports.read(run_dir, "verify.json", reports.VerifyCounts)
+        if now is not None and now == last:
+            return now
+        last = now
+    raise AssertionError("the counters kept changing for 20 s after the last request")

@@ -19,6 +19,13 @@ def all_hooks(folder: pathlib.Path | None, environ: Mapping[str, str]) -> tuple[
     from fastverify.hooks.registry import Hook
 
     hooks = verify.VerifyObserver(folder).hooks()
+    kernel = None
+    chosen = environ.get("FASTVERIFY_ATTENTION", "")
+    if chosen:
+        from fastverify.hooks.attention import VerifyAttention
+
+        kernel = VerifyAttention(decode=chosen == "verify+decode")
+        hooks += kernel.hooks()
     if env.flag("FASTVERIFY_TEST_BREAK_HOOK", environ):
         hooks += (Hook("sglang.srt.managers.scheduler.no_such_name", print, HookType.AFTER),)
-    return (*hooks, status.hook(folder, tuple(hook.target for hook in hooks)))
+    return (*hooks, status.hook(folder, tuple(hook.target for hook in hooks), kernel))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
@@ -13,17 +13,22 @@ from fastverify import reports, status
 from fastverify.hooks.registry import Hook
 from fastverify.hooks.verify import runner_facts
 
+if TYPE_CHECKING:
+    from fastverify.hooks.attention import VerifyAttention
+
 logger = logging.getLogger("fastverify")
 
 
-def hook(folder: pathlib.Path | None, hooks: tuple[str, ...]) -> Hook:
+def hook(
+    folder: pathlib.Path | None, hooks: tuple[str, ...], kernel: VerifyAttention | None
+) -> Hook:
     """AFTER `Scheduler.get_init_info`: the last thing a scheduler does before it serves."""
 
     def after_init_info(result: Any, scheduler: Any) -> None:
         parallel = get_parallel()
         if parallel.tp_rank != 0 or not parallel.pp_group.is_last_rank:
             return
-        facts = active(scheduler, hooks)
+        facts = active(scheduler, hooks, kernel)
         if folder is None:
             for row in status.rows(None, facts):
                 logger.info("fastverify: %s", " | ".join(row))
@@ -35,7 +40,9 @@ def hook(folder: pathlib.Path | None, hooks: tuple[str, ...]) -> Hook:
     )
 
 
-def active(scheduler: Any, hooks: tuple[str, ...]) -> reports.Active:
+def active(
+    scheduler: Any, hooks: tuple[str, ...], kernel: VerifyAttention | None
+) -> reports.Active:
     """The facts of a ready scheduler: attention classes, captured graphs, all-reduce."""
     target = scheduler.tp_worker.model_runner
     attention = {"target": _name(target.attn_backend)}
@@ -59,6 +66,7 @@ def active(scheduler: Any, hooks: tuple[str, ...]) -> reports.Active:
         captured={phase: facts for phase, facts in captured.items() if facts is not None},
         hooks=hooks,
         all_reduce=_all_reduce(target),
+        kernel=kernel.describe() if kernel else None,
     )
 
 
