@@ -14,32 +14,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .ar_epilogue import (
-    add,
-    add_residual,
-    gather,
-    narrow,
-    normalise,
-    square_sum,
-    sum_sources,
-    widen,
-)
+from .ar_epilogue import add, sum_sources
 from .ar_primitives import (
     CROSS,
-    GATHER,
     SCATTER,
     begin_call,
     clear_sources,
     end_call,
     is_missing,
     load_unit,
-    pick,
-    put_tag,
     report,
     stall,
     store_unit,
     unmark,
 )
+from .ar_slices import gather_items, publish, scatter_items
 
 
 @triton.jit
@@ -108,8 +97,7 @@ def island_kernel(
     own = peers[mates - 1]
     call, half, limit = begin_call(own, limit, FAULT)
     block = tl.program_id(0) + first
-    share: tl.constexpr = UNITS // mates
-    width: tl.constexpr = share // PARTS
+    width: tl.constexpr = UNITS // mates // PARTS
     place = rank % mates
     base = rank - place
     items = rows * PARTS
@@ -118,68 +106,39 @@ def island_kernel(
     crossed = scattered + mates * stride
     gathered = crossed + 2 * stride
     tags = TAG_OFFSET + half * TAG_BYTES
+    mine = scattered + place * stride
+    scatter_items(x, peers, place, mine, block, items, blocks, mates, UNITS, PARTS, TILE, FAULT)
+
     lane = tl.arange(0, TILE)
     keep = lane < width
-    step = tl.arange(0, mates)[:, None]
-    lanes = tl.arange(0, TILE)[None, :]
-    keeps = (step >= 0) & (lanes < width)
-
-    for item in range(block, items, blocks):
-        owner = (place + 1 + step) % mates
-        column = owner * share + (item % PARTS) * width + lanes
-        offset = ((item // PARTS) * UNITS + column).to(tl.int64) * 16
-        words = unmark(load_unit(x.to(tl.int64) + offset, keeps, False), FAULT)
-        to = scattered + place * stride + (item * width + lanes).to(tl.int64) * 16
-        store_unit(pick(peers, step, mates) + to, words, keeps, True)
-
     for item in range(block, items, blocks):
         row = item // PARTS
-        column = place * share + (item % PARTS) * width + lane
+        old = (0, 0, 0, 0)
         if FUSED:
             # Loaded before the wait, so that it is there after it.
+            column = (place * PARTS + item % PARTS) * width + lane
             offset = (row * UNITS + column).to(tl.int64) * 16
             old = load_unit(residual.to(tl.int64) + offset, keep, False)
         at = (item * width + lane).to(tl.int64) * 16
         sums, late = sum_sources(own + scattered + at, stride, keep, limit, mates, BF16)
         if late < mates:
             report(own, call, SCATTER, rank, base + late)
-        mine = own + crossed + 2 * at
-        sums, late = swap_partial(mine, peers[mates] + crossed + 2 * at, sums, keep, limit, FAULT)
+        swapped = own + crossed + 2 * at
+        sums, late = swap_partial(
+            swapped, peers[mates] + crossed + 2 * at, sums, keep, limit, FAULT
+        )
         if late != 0:
             report(own, call, CROSS, rank, (rank + mates) % WORLD)
-        if FUSED:
-            words, values = add_residual(sums, old, BF16)
-            squares = square_sum(values, keep)
-            tag = tags + ((row * mates + place) * PARTS + item % PARTS) * 8
-        else:
-            words = narrow(sums, BF16)
-        for peer in tl.static_range(mates):
-            store_unit(peers[peer] + gathered + place * stride + at, words, keep, True)
-            if FUSED:
-                put_tag(peers[peer] + tag, call, squares, lane)
+        tag = tags + ((row * mates + place) * PARTS + item % PARTS) * 8
+        slot = gathered + place * stride + at
+        publish(peers, sums, old, slot, tag, call, keep, lane, mates, BF16, FUSED)
         if STALL > 0:
             stall(own, STALL)
         clear_sources(own + scattered + at, stride, keep, mates, FAULT)
-        clear_sources(mine, 16, keep, 2, FAULT)
+        clear_sources(swapped, 16, keep, 2, FAULT)
 
-    for item in range(block, items, blocks):
-        row = item // PARTS
-        column = step * share + (item % PARTS) * width + lanes
-        offset = (row * UNITS + column).to(tl.int64) * 16
-        if FUSED:
-            gain = load_unit(weight.to(tl.int64) + column.to(tl.int64) * 16, keeps, False)
-        index = tl.arange(0, TAG_TILE)
-        tag_keep = index < (mates * PARTS if FUSED else 0)
-        units = own + gathered + step * stride + (item * width + lanes).to(tl.int64) * 16
-        row_tags = own + tags + row * (mates * PARTS * 8) + index * 8
-        words, squares, late = gather(
-            units, step, keeps, row_tags, index // PARTS, tag_keep, call, limit, mates
-        )
-        if late < mates:
-            report(own, call, GATHER, rank, base + late)
-        if FUSED:
-            store_unit(residual_out.to(tl.int64) + offset, words, keeps, False)
-            words = normalise(widen(words, BF16), gain, squares, eps, UNITS * 8, BF16)
-        store_unit(out.to(tl.int64) + offset, words, keeps, False)
-        clear_sources(units, 0, keeps, 1, FAULT)
+    gather_items(
+        out, residual_out, weight, own, gathered, tags, rank, base, call, limit, eps,
+        block, items, blocks, mates, UNITS, PARTS, TILE, TAG_TILE, BF16, FUSED, FAULT,
+    )  # fmt: skip
     end_call(own, block, blocks, rows)

@@ -1,31 +1,13 @@
-"""All-reduce in two hops: each rank adds one slice of every row and sends the result to all.
-
-A row is cut into WORLD slices of columns, one per owner, and each slice into PARTS. Item (row,
-part) is that part of every slice. A block scatters an item to the owners, adds what this rank
-owns of it, and gathers it from all owners, so it waits only for the same item on other ranks. The
-sum of squares of a part travels beside it as a tag, because the norm needs those of a whole row.
-"""
+"""All-reduce in two hops: each rank adds one slice of every row and sends the result to all."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .ar_epilogue import add_residual, gather, narrow, normalise, square_sum, sum_sources, widen
-from .ar_primitives import (
-    GATHER,
-    SCATTER,
-    begin_call,
-    clear_sources,
-    end_call,
-    load_unit,
-    pick,
-    put_tag,
-    report,
-    stall,
-    store_unit,
-    unmark,
-)
+from .ar_epilogue import sum_sources
+from .ar_primitives import SCATTER, begin_call, clear_sources, end_call, load_unit, report, stall
+from .ar_slices import gather_items, publish, scatter_items
 
 
 @triton.jit(do_not_specialize=["rank", "rows", "first", "blocks", "limit"])
@@ -64,71 +46,38 @@ def two_shot_kernel(
     own = peers[WORLD - 1]
     call, half, limit = begin_call(own, limit, FAULT)
     block = tl.program_id(0) + first
-    share: tl.constexpr = UNITS // WORLD
-    width: tl.constexpr = share // PARTS
-    scattered = slots + half * half_bytes
+    width: tl.constexpr = UNITS // WORLD // PARTS
     items = rows * PARTS
     stride = items.to(tl.int64) * (width * 16)
+    scattered = slots + half * half_bytes
     gathered = scattered + WORLD * stride
     tags = TAG_OFFSET + half * TAG_BYTES
+    mine = scattered + rank * stride
+    scatter_items(x, peers, rank, mine, block, items, blocks, WORLD, UNITS, PARTS, TILE, FAULT)
+
     lane = tl.arange(0, TILE)
     keep = lane < width
-    step = tl.arange(0, WORLD)[:, None]
-    lanes = tl.arange(0, TILE)[None, :]
-    keeps = (step >= 0) & (lanes < width)
-
-    for item in range(block, items, blocks):
-        # The first warps serve the next rank, so that not all ranks write to one at once.
-        owner = (rank + 1 + step) % WORLD
-        column = owner * share + (item % PARTS) * width + lanes
-        offset = ((item // PARTS) * UNITS + column).to(tl.int64) * 16
-        words = unmark(load_unit(x.to(tl.int64) + offset, keeps, False), FAULT)
-        to = scattered + rank * stride + (item * width + lanes).to(tl.int64) * 16
-        store_unit(pick(peers, step, WORLD) + to, words, keeps, True)
-
     for item in range(block, items, blocks):
         row = item // PARTS
-        column = rank * share + (item % PARTS) * width + lane
+        old = (0, 0, 0, 0)
         if FUSED:
             # Loaded before the wait, so that it is there after it.
+            column = (rank * PARTS + item % PARTS) * width + lane
             offset = (row * UNITS + column).to(tl.int64) * 16
             old = load_unit(residual.to(tl.int64) + offset, keep, False)
         at = (item * width + lane).to(tl.int64) * 16
         sums, late = sum_sources(own + scattered + at, stride, keep, limit, WORLD, BF16)
         if late < WORLD:
             report(own, call, SCATTER, rank, late)
-        if FUSED:
-            words, values = add_residual(sums, old, BF16)
-            squares = square_sum(values, keep)
-            tag = tags + ((row * WORLD + rank) * PARTS + item % PARTS) * 8
-        else:
-            words = narrow(sums, BF16)
-        for peer in tl.static_range(WORLD):
-            store_unit(peers[peer] + gathered + rank * stride + at, words, keep, True)
-            if FUSED:
-                put_tag(peers[peer] + tag, call, squares, lane)
+        tag = tags + ((row * WORLD + rank) * PARTS + item % PARTS) * 8
+        slot = gathered + rank * stride + at
+        publish(peers, sums, old, slot, tag, call, keep, lane, WORLD, BF16, FUSED)
         if STALL > 0:
             stall(own, STALL)
         clear_sources(own + scattered + at, stride, keep, WORLD, FAULT)
 
-    for item in range(block, items, blocks):
-        row = item // PARTS
-        column = step * share + (item % PARTS) * width + lanes
-        offset = (row * UNITS + column).to(tl.int64) * 16
-        if FUSED:
-            gain = load_unit(weight.to(tl.int64) + column.to(tl.int64) * 16, keeps, False)
-        index = tl.arange(0, TAG_TILE)
-        tag_keep = index < (WORLD * PARTS if FUSED else 0)
-        units = own + gathered + step * stride + (item * width + lanes).to(tl.int64) * 16
-        row_tags = own + tags + row * (WORLD * PARTS * 8) + index * 8
-        words, squares, late = gather(
-            units, step, keeps, row_tags, index // PARTS, tag_keep, call, limit, WORLD
-        )
-        if late < WORLD:
-            report(own, call, GATHER, rank, late)
-        if FUSED:
-            store_unit(residual_out.to(tl.int64) + offset, words, keeps, False)
-            words = normalise(widen(words, BF16), gain, squares, eps, UNITS * 8, BF16)
-        store_unit(out.to(tl.int64) + offset, words, keeps, False)
-        clear_sources(units, 0, keeps, 1, FAULT)
+    gather_items(
+        out, residual_out, weight, own, gathered, tags, rank, 0, call, limit, eps,
+        block, items, blocks, WORLD, UNITS, PARTS, TILE, TAG_TILE, BF16, FUSED, FAULT,
+    )  # fmt: skip
     end_call(own, block, blocks, rows)
