@@ -95,7 +95,7 @@ def check_hardware(
     if found == 0 and preset.name != "tiny" and config.weight_bytes > CPU_WEIGHT_BYTES:
         raise ConfigError(
             f"{request.model} needs {gpus} GPUs and this machine shows none: use --model tiny to"
-            " see the whole path on the CPU, or --plan --machine FILE.json to plan for another machine."
+            " see the whole path on the CPU, or --plan --machine FILE.json for another machine."
         )
     if 0 < found < gpus:
         raise ConfigError(
