@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from fastverify import reports, show, status
+from fastverify import env, reports, show, status
 from fastverify.checks import check_port, check_versions, installed_versions
 from fastverify.comm.nccl_values import user_environment
 from fastverify.errors import ConfigError, FastverifyError
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: Sequence[str]) -> int:
     """Parse, plan, print; then serve unless only the plan was asked for."""
     request = parse(arguments)
+    env.disabled()  # refuses a value it would not understand later, in another process
     if not request.plan:
         check_versions(installed_versions(), sys.version_info[:2])
     inputs = gather(request)
@@ -59,12 +60,12 @@ def serve(inputs: Inputs, plan: LaunchPlan) -> int:
         # Late on purpose: SGLang reads its environment while it is imported.
         from fastverify.hooks import server
 
-        server.check_arguments(plan.argv())
         print(
             "fastverify: loading SGLang and the model; the status table follows when it serves",
             file=sys.stderr,
             flush=True,
         )
+        server.check_arguments(plan.argv())
         try:
             server.serve(plan.argv(), lambda: report(plan, folder, host, port))
         except Exception as error:

@@ -62,10 +62,10 @@ def load_preset(name: str) -> Preset:
     names = preset_names()
     if name not in names:
         near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}" if near else f"the presets are {', '.join(names)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"the presets are {', '.join(names)}."
         raise ConfigError(
             f"{name!r} is no preset, no folder with a config.json and no OWNER/NAME of a model hub:"
-            f" {hint}?"
+            f" {hint}"
         )
     text = (importlib.resources.files("fastverify.presets") / f"{name}.toml").read_bytes()
     return msgspec.toml.decode(text, type=Preset)

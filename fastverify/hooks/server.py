@@ -26,8 +26,8 @@ def check_arguments(argv: Sequence[str]) -> None:
     if flags:
         name = flags[0].partition("=")[0]
         near = difflib.get_close_matches(name, parser._option_string_actions, n=1)
-        hint = f"did you mean {near[0]}" if near else "see `python -m sglang.launch_server --help`"
-        raise ConfigError(f"{name} is no flag of fastverify or SGLang 0.5.23: {hint}?")
+        hint = f"did you mean {near[0]}?" if near else "`sglang serve --help` lists them."
+        raise ConfigError(f"{name} is no flag of fastverify or SGLang 0.5.23: {hint}")
 
 
 def serve(argv: Sequence[str], on_ready: Callable[[], None]) -> None:
