@@ -28,7 +28,23 @@ def _machine(arguments: Sequence[str]) -> int:
     return record(arguments)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"machine": _machine}
+def _doctor(arguments: Sequence[str]) -> int:
+    from fastverify.doctor.cli import doctor_main
+
+    return doctor_main(arguments)
+
+
+def _logs(arguments: Sequence[str]) -> int:
+    from fastverify.logs.cli import logs_main
+
+    return logs_main(arguments)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "doctor": _doctor,
+    "logs": _logs,
+    "machine": _machine,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,9 +9,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
+import msgspec
+
 from fastverify import env, reports, show, status
 from fastverify.checks import check_port, check_versions, installed_versions
 from fastverify.comm.nccl_values import user_environment
+from fastverify.doctor.diagnose import cheap_findings
 from fastverify.errors import ConfigError, FastverifyError
 from fastverify.inputs import Inputs, gather
 from fastverify.plan import LaunchPlan
@@ -41,6 +44,9 @@ def run(arguments: Sequence[str]) -> int:
         check_versions(installed_versions(), sys.version_info[:2])
     inputs = gather(request)
     plan = make_plan(inputs, user_environment(os.environ))
+    if not request.machine:
+        seen = cheap_findings(inputs.machine, os.environ, known=plan.findings)
+        plan = msgspec.structs.replace(plan, findings=(*plan.findings, *seen))
     show.print_plan(plan, as_json=request.plan == "json")
     if request.plan:
         return 0

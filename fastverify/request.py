@@ -94,7 +94,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Serve a model with SGLang, with speculation that pays on PCIe-only GPUs.",
         epilog="Every other flag goes to SGLang unchanged and wins over the plan.\n"
-        "`fastverify machine > FILE.json` records this machine for `--plan --machine FILE.json`.",
+        "`fastverify machine > FILE.json` records this machine for `--plan --machine FILE.json`,\n"
+        "`fastverify doctor` checks it, `fastverify logs FILE` explains a server's log.",
     )
     for names, options in FLAGS.items():
         made.add_argument(*names, **options)

@@ -1,0 +1,1 @@
+"""Reading what servers, NCCL and Prometheus wrote, and saying what it means."""
