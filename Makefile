@@ -9,8 +9,9 @@ BIN := $(VENV)/bin
 serve: setup
 	$(BIN)/python -m fastverify.launch --model tiny $(ARGS)
 
+# Whole files to each of two workers: a module's servers are started once.
 test: lint
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
