@@ -15,15 +15,15 @@ import tempfile
 
 import msgspec
 
-from bench.tune_mla_verify import candidates
-from fastverify.attention.ops import body_constants, merge_constants
+from bench.mla_candidates import candidates
+from fastverify.attention.ops import body_constants, body_kernel, merge_constants
 from fastverify.attention.plan import KernelConfig, MlaVerifyPlan, fit, load_table
 
 CAPABILITY = {"sm90": 90, "sm120": 120}
 SMS = {"sm90": 132, "sm120": 188}
 POINTERS = {
     "q_ptr": "*bf16", "q_rope_ptr": "*bf16", "table_ptr": "*i32", "table_row_ptr": "*i64",
-    "lens_ptr": "*i64", "out_ptr": "*bf16", "partial_ptr": "*fp32", "lse_ptr": "*fp32",
+    "lens_ptr": "*i64", "out_ptr": "*bf16", "partial_ptr": "*bf16", "lse_ptr": "*fp32",
 }  # fmt: skip
 MASK_POINTERS = {"mask_ptr": "*u8", "mask_indptr_ptr": "*i64", "qo_indptr_ptr": "*i32"}
 
@@ -41,17 +41,17 @@ class Compiled(msgspec.Struct, frozen=True):
 def compile_kernel(plan: MlaVerifyPlan, kernel: str, *, masked: bool = False) -> Compiled:
     """Compile `body` or `merge` of a plan for the plan's architecture, without a GPU."""
     import triton
-    from fastverify.kernels.triton import mla_merge, mla_verify
+    from fastverify.kernels.triton import mla_merge
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
-    body = {"wide": mla_verify.mla_wide_kernel, "chunked": mla_verify.mla_chunked_kernel}
     stride = plan.latent + plan.rope
     if kernel == "merge":
         function, constants = mla_merge.mla_merge_kernel, merge_constants(plan, True)
         options = {"num_warps": plan.config.merge_warps}
     else:
-        function, constants = body[plan.config.body], body_constants(plan, stride, True)
+        function, constants = body_kernel(plan.config), body_constants(plan, stride, True)
         options = {"num_warps": plan.config.warps, "num_stages": plan.config.stages}
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
@@ -61,7 +61,7 @@ def compile_kernel(plan: MlaVerifyPlan, kernel: str, *, masked: bool = False) ->
             constants[name] = None
         if kind.startswith("*") or name.endswith("_stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(
+    source = (GluonASTSource if function.is_gluon() else ASTSource)(
         function,
         signature,
         constexprs={(function.arg_names.index(n),): v for n, v in constants.items()},

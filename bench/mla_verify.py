@@ -1,6 +1,7 @@
 """MLA verify attention per layer: ours beside SGLang's Triton kernel and FlashInfer, one run.
 
     python -m bench.mla_verify --seconds 90
+    python -m bench.mla_verify --quick        ours alone, after a change; writes no result
 
 Every contender reads the same pools, rotated beyond the L2 cache, inside a CUDA graph, and its
 output is compared with an fp32 reference before and after timing. FlashInfer's host plan is made
@@ -165,13 +166,15 @@ def key_of(context: int, rows: int, batch: int, name: str) -> str:
     return f"us.ctx{context}.rows{rows}.{'' if batch == 1 else f'batch{batch}.'}{name}"
 
 
-def run_all(deadline: float, kv: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def run_all(
+    deadline: float, kv: str, contenders: tuple[str, ...]
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Everything of SERIES that the time allows."""
     summary: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
     bandwidth = copy_bytes_per_us()
     summary["copy.gb_per_s"] = bandwidth / 1000
-    print("rows batch context    limit " + " ".join(f"{n:>15}" for n in CONTENDERS), flush=True)
+    print("rows batch context    limit " + " ".join(f"{n:>15}" for n in contenders), flush=True)
     for rows, batch, contexts in SERIES:
         for context in contexts:
             if time.monotonic() > deadline:
@@ -181,7 +184,7 @@ def run_all(deadline: float, kv: str) -> tuple[dict[str, float], list[dict[str, 
             limit = problem.kv_bytes / bandwidth
             summary[key_of(context, rows, batch, "limit")] = limit
             cells = []
-            for name in CONTENDERS if kv == "bf16" else ("fastverify",):
+            for name in contenders:
                 got = measure(problem, name)
                 samples.append(
                     {"context": context, "rows": rows, "batch": batch, "name": name, **got}
@@ -203,8 +206,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=90.0, help="time limit")
     parser.add_argument("--results", type=pathlib.Path, default=harness.RESULTS)
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--quick", action="store_true", help="only ours; print, write nothing")
     wanted = parser.parse_args(arguments)
-    summary, samples = run_all(time.monotonic() + wanted.seconds, wanted.kv)
+    # Nobody else reads fp8 keys in this layout.
+    alone = wanted.quick or wanted.kv == "fp8"
+    contenders = ("fastverify",) if alone else tuple(CONTENDERS)
+    summary, samples = run_all(time.monotonic() + wanted.seconds, wanted.kv, contenders)
+    if wanted.quick:
+        return 0
     gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
     path = harness.write_result(
         "mla_verify", f"{gpu}-{wanted.kv}", summary=summary, samples={"timed": samples},

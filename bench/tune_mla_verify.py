@@ -3,8 +3,9 @@
     python -m bench.tune_mla_verify --seconds 150 --table kernels/tables/mla_verify.toml
 
 Configurations are compiled by worker processes into Triton's cache, checked against an fp32
-reference, then timed in a CUDA graph. First every body at its default split, then split and
-merge settings for the two best. What the time limit cuts off keeps its previous entry.
+reference, then timed in a CUDA graph: every body at its default split with one request, split and
+merge settings of the two best, and the leaders with batches. What the time limit cuts off keeps
+its previous entry.
 """
 
 from __future__ import annotations
@@ -23,75 +24,41 @@ from typing import Any
 import msgspec
 
 from bench import harness
+from bench.mla_candidates import (
+    HEADS,
+    MERGE_SETTINGS,
+    SPLIT_SETTINGS,
+    TILE_ROWS,
+    candidates,
+)
 from fastverify.attention.plan import ArchTable, KernelConfig, KvDtype, arch_name, fit, load_table
 
-HEADS = 8
-TILE_ROWS = (32, 64, 16)
-# Weights say what serving meets most; each ratio counts, so no context drowns another.
-CONTEXTS = {512: 1.0, 4096: 1.5, 16384: 1.5, 32768: 1.0, 131072: 1.0}
+# (batch, context) -> weight. Each ratio counts, so no cell drowns another; the weights say what
+# serving meets most.
+SINGLE = {(1, 512): 1.0, (1, 4096): 1.5, (1, 16384): 1.5, (1, 32768): 1.0, (1, 131072): 1.0}
+BATCHES = {(8, 4096): 0.75, (48, 512): 0.5}
+CELLS = SINGLE | BATCHES
 MAX_CONTEXT = 131072 + 64
-DEFAULTS = {
-    "min_split_tokens": 64, "merge_columns": 128, "merge_splits": 64, "merge_warps": 4,
-}  # fmt: skip
-SPLIT_SETTINGS = (
-    {"min_split_tokens": 32}, {"min_split_tokens": 128}, {"min_split_tokens": 256},
-)  # fmt: skip
-MERGE_SETTINGS = (
-    {"merge_columns": 64}, {"merge_columns": 256}, {"merge_splits": 32}, {"merge_splits": 128},
-    {"merge_warps": 8, "merge_splits": 128}, {"merge_warps": 8, "merge_columns": 256},
-)  # fmt: skip
+# Configurations of a tile that are also timed with batches.
+LEADERS = 3
 
 
-def candidates(arch: str, tile_rows: int | None = None, kv: KvDtype = "bf16") -> list[KernelConfig]:
-    """Bodies worth measuring for a tile of rows x heads; None: for every tile."""
-    if tile_rows is None:
-        return [c for tile in sorted(TILE_ROWS) for c in candidates(arch, tile, kv)]
-    # body, block_m, block_n, chunks, warps, stages, programs_per_sm
-    lines = [
-        ("chunked", 16, 32, 8, 8, 3, 1),
-        ("chunked", 16, 32, 4, 4, 3, 2),
-        ("chunked", 16, 16, 4, 4, 3, 2),
-    ]
-    if tile_rows == 16:
-        lines += [("chunked", 16, 64, 8, 8, 3, 1), ("wide", 16, 32, 1, 4, 3, 2)]
-    if tile_rows >= 32:
-        lines += [
-            ("chunked", 32, 32, 8, 8, 3, 1),
-            ("chunked", 32, 16, 8, 8, 3, 1),
-            ("wide", 32, 32, 1, 8, 3, 1),
-        ]
-    # With fp8 keys the 64-row accumulator spills.
-    if tile_rows >= 32 and kv == "bf16":
-        lines += [
-            ("wide", 64, 32, 1, 8, 3, 1),
-            ("wide", 64, 32, 1, 8, 4, 1),
-            ("wide", 64, 64, 1, 8, 2, 1),
-        ]
-    return [
-        KernelConfig(
-            tile_rows=tile_rows, kv=kv, body=body, block_m=m, block_n=n, chunks=chunks,
-            warps=warps, stages=stages, programs_per_sm=per_sm, **DEFAULTS,
-        )
-        for body, m, n, chunks, warps, stages, per_sm in lines
-    ]  # fmt: skip
-
-
-def plan_for(config: KernelConfig, arch: str, sms: int) -> Any:
+def plan_for(config: KernelConfig, arch: str, sms: int, batch: int) -> Any:
     return fit(
-        config, arch=arch, sms=sms, heads=HEADS, rows=config.tile_rows // HEADS, batch=1,
+        config, arch=arch, sms=sms, heads=HEADS, rows=config.tile_rows // HEADS, batch=batch,
         max_context=MAX_CONTEXT, pdl=load_table()[arch].pdl,
     )  # fmt: skip
 
 
-def warm(config: KernelConfig, arch: str, sms: int) -> str:
+def warm(config: KernelConfig, arch: str, sms: int, batch: int) -> str:
     """Compile a configuration by running it once; runs in a worker process."""
     import torch
 
     from bench.mla_inputs import Problem
 
     try:
-        problem = Problem(128, config.tile_rows // HEADS, HEADS, kv=config.kv)
-        problem.ours(plan_for(config, arch, sms))[0]()
+        problem = Problem(128, config.tile_rows // HEADS, HEADS, batch, kv=config.kv)
+        problem.ours(plan_for(config, arch, sms, batch))[0]()
         torch.cuda.synchronize()
     except Exception as error:  # a candidate may not fit this GPU: the sweep leaves it out
         return f"{type(error).__name__}: {str(error)[-200:]}"
@@ -103,84 +70,117 @@ class Sweep:
 
     def __init__(self, arch: str, sms: int, deadline: float) -> None:
         self.arch, self.sms, self.deadline = arch, sms, deadline
-        self.raw: list[dict[str, Any]] = []
-        self.problems: dict[tuple[int, int, str], Any] = {}
+        self.times: dict[KernelConfig, dict[tuple[int, int], float]] = {}
+        self.failures: dict[KernelConfig, str] = {}
+        self.problems: dict[tuple[Any, ...], Any] = {}
 
-    def expired(self) -> bool:
-        return time.monotonic() > self.deadline
+    def measure(self, config: KernelConfig, cells: dict[tuple[int, int], float]) -> None:
+        """Time what is missing of these cells; stops at the first failure or the deadline."""
+        times = self.times.setdefault(config, {})
+        wanted = [cell for cell in cells if cell not in times]
+        if not wanted or config in self.failures:
+            return
+        for batch, context in wanted:
+            if time.monotonic() > self.deadline:
+                return
+            try:
+                times[batch, context] = self.time_us(config, batch, context)
+            except Exception as error:  # wrong or beyond this GPU: it cannot win
+                self.failures[config] = f"{type(error).__name__}: {str(error)[-160:]}"
+                break
+        print(describe(config, times, self.failures.get(config, "")), flush=True)
 
-    def score(self, config: KernelConfig) -> float:
-        """Weighted mean of log us over the contexts; inf if wrong, failing or out of time."""
-        total = 0.0
-        times: dict[int, float] = {}
-        try:
-            for context, weight in CONTEXTS.items():
-                if self.expired():
-                    return math.inf
-                times[context] = self.time_us(config, context)
-                total += weight * math.log(times[context])
-        except Exception as error:
-            self.record(config, times, f"{type(error).__name__}: {str(error)[-200:]}")
-            return math.inf
-        self.record(config, times, "")
-        return total / sum(CONTEXTS.values())
-
-    def time_us(self, config: KernelConfig, context: int) -> float:
+    def time_us(self, config: KernelConfig, batch: int, context: int) -> float:
         from bench.mla_inputs import TOLERANCE, Problem
 
-        key = (context, config.tile_rows // HEADS, config.kv)
+        key = (config.tile_rows, config.kv, batch, context)
         if key not in self.problems:
-            self.problems[key] = Problem(context, key[1], HEADS, kv=config.kv)
+            # One tile's inputs at a time: the pools of all would not fit beside each other.
+            self.problems = {k: p for k, p in self.problems.items() if k[:2] == key[:2]}
+            rows = config.tile_rows // HEADS
+            self.problems[key] = Problem(context, rows, HEADS, batch, kv=config.kv)
         problem = self.problems[key]
         problem.outs.zero_()
         samples = harness.graph_time_us(
-            problem.ours(plan_for(config, self.arch, self.sms)), replays=12, warmup=2
+            problem.ours(plan_for(config, self.arch, self.sms, batch)), replays=12, warmup=2
         )
         if (error := problem.error()) > TOLERANCE:
-            raise ValueError(f"wrong at context {context}: error {error:.3g}")
+            raise ValueError(f"wrong at batch {batch} context {context}: error {error:.3g}")
         return statistics.median(samples)
 
-    def record(self, config: KernelConfig, times: dict[int, float], failure: str) -> None:
-        self.raw.append({"config": msgspec.to_builtins(config), "us": times, "failure": failure})
-        shown = " ".join(f"{us:7.2f}" for us in times.values())
-        print(
-            f"{config.kv} tile {config.tile_rows:2} {config.body:7} M{config.block_m} "
-            f"N{config.block_n} C{config.chunks} W{config.warps} S{config.stages} "
-            f"x{config.programs_per_sm} split {config.min_split_tokens:3} merge "
-            f"{config.merge_columns}/{config.merge_splits}/{config.merge_warps}: {shown} {failure}",
-            flush=True,
-        )
+    def score(self, config: KernelConfig, cells: dict[tuple[int, int], float]) -> float:
+        """Weighted mean of log us over the cells; inf unless all were timed."""
+        times = self.times.get(config, {})
+        if config in self.failures or any(cell not in times for cell in cells):
+            return math.inf
+        return sum(w * math.log(times[c]) for c, w in cells.items()) / sum(cells.values())
 
-    def best(self, tile_rows: int, kv: KvDtype) -> KernelConfig | None:
-        """The fastest configuration found for a tile: bodies, then splits, then merge."""
-        self.problems = {
-            k: p for k, p in self.problems.items() if k[1:] == (tile_rows // HEADS, kv)
+    def ranked(
+        self, tile_rows: int, kv: str, cells: dict[tuple[int, int], float]
+    ) -> list[KernelConfig]:
+        """Configurations of a tile with all these cells timed, fastest first."""
+        scores = {
+            c: score
+            for c in self.times
+            if (c.tile_rows, c.kv) == (tile_rows, kv)
+            and math.isfinite(score := self.score(c, cells))
         }
-        scores = {c: self.score(c) for c in candidates(self.arch, tile_rows, kv)}
-        leaders = sorted(scores, key=lambda c: scores[c])[:2]
-        for settings in (SPLIT_SETTINGS, MERGE_SETTINGS):
-            for leader in leaders:
+        return sorted(scores, key=lambda c: scores[c])
+
+    def refine(self, tile_rows: int, kv: str) -> None:
+        """Split settings of the two best bodies, then merge settings of the best."""
+        for settings, count in ((SPLIT_SETTINGS, 2), (MERGE_SETTINGS, 1)):
+            for leader in self.ranked(tile_rows, kv, SINGLE)[:count]:
                 for change in settings:
-                    changed = msgspec.structs.replace(leader, **change)
-                    scores[changed] = self.score(changed)
-            leaders = sorted(scores, key=lambda c: scores[c])[:1]
-        return leaders[0] if math.isfinite(scores[leaders[0]]) else None
+                    self.measure(msgspec.structs.replace(leader, **change), SINGLE)
+
+    def leaders(self, tile_rows: int, kv: str) -> list[KernelConfig]:
+        """The fastest configuration of each body, the fastest bodies first."""
+        best: dict[tuple[Any, ...], KernelConfig] = {}
+        for config in self.ranked(tile_rows, kv, SINGLE):
+            shape = (config.body, config.block_m, config.block_n, config.chunks, config.stages)
+            best.setdefault(shape, config)
+        return list(best.values())[:LEADERS]
+
+    def raw(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "config": msgspec.to_builtins(config),
+                "us": {f"batch{b}.ctx{c}": us for (b, c), us in times.items()},
+                "failure": self.failures.get(config, ""),
+            }
+            for config, times in self.times.items()
+        ]
+
+
+def describe(config: KernelConfig, times: dict[tuple[int, int], float], failure: str) -> str:
+    shown = " ".join(f"{times[cell]:6.1f}" if cell in times else "     -" for cell in CELLS)
+    return (
+        f"{config.kv} {config.tile_rows:3} {config.body:7} M{config.block_m} N{config.block_n} "
+        f"C{config.chunks} W{config.warps} S{config.stages} x{config.programs_per_sm} "
+        f"{config.min_split_tokens:3} {config.merge_columns:3}/{config.merge_splits:3}/"
+        f"{config.merge_warps}: {shown} {failure}"
+    )
 
 
 def compile_all(
-    configs: list[KernelConfig], arch: str, sms: int, workers: int, limit_s: float
+    pool: concurrent.futures.Executor,
+    configs: list[KernelConfig],
+    batches: list[int],
+    arch: str,
+    sms: int,
+    limit_s: float,
 ) -> None:
     """Fill Triton's cache in parallel; what is late is compiled when it is timed."""
-    context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
-    jobs = {pool.submit(warm, c, arch, sms): c for c in configs}
+    jobs = {pool.submit(warm, c, arch, sms, batch): c for c in configs for batch in batches}
     try:
-        for job in concurrent.futures.as_completed(jobs, timeout=limit_s):
+        for job in concurrent.futures.as_completed(jobs, timeout=max(1.0, limit_s)):
             if failure := job.result():
-                print("not compiled:", jobs[job], failure, flush=True)
+                print("not compiled:", describe(jobs[job], {}, failure), flush=True)
     except concurrent.futures.TimeoutError:
         print(f"compiling stopped after {limit_s:.0f} s", flush=True)
-    pool.shutdown(cancel_futures=True)
+        for job in jobs:
+            job.cancel()
 
 
 def merged(old: ArchTable, found: list[KernelConfig], gpu: str) -> ArchTable:
@@ -210,6 +210,37 @@ def _toml(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
+def search(
+    sweep: Sweep, pool: concurrent.futures.Executor, tiles: list[tuple[int, KvDtype]]
+) -> list[KernelConfig]:
+    """The fastest configuration of each tile, where there is one."""
+    arch, sms = sweep.arch, sweep.sms
+
+    def left_s() -> float:
+        return sweep.deadline - time.monotonic()
+
+    bodies = [c for tile, kv in tiles for c in candidates(arch, tile, kv)]
+    compile_all(pool, bodies, [1], arch, sms, left_s() / 2)
+    print(f"compiled, {left_s():.0f} s left; us at (batch, context) {list(CELLS)}", flush=True)
+    for config in bodies:
+        sweep.measure(config, SINGLE)
+    leaders = [c for tile, kv in tiles for c in sweep.leaders(tile, kv)]
+    compile_all(pool, leaders, [b for b, _ in BATCHES], arch, sms, left_s() / 2)
+    for config in leaders:
+        sweep.measure(config, CELLS)
+    found = []
+    for tile, kv in tiles:
+        sweep.refine(tile, kv)
+        for config in sweep.ranked(tile, kv, SINGLE)[:LEADERS]:
+            sweep.measure(config, CELLS)
+        # Batches decide where time allowed them, one request alone otherwise.
+        for cells in (CELLS, SINGLE):
+            if ranked := sweep.ranked(tile, kv, cells):
+                found.append(ranked[0])
+                break
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=150.0, help="time limit of the sweep")
@@ -225,20 +256,17 @@ def main(arguments: list[str] | None = None) -> int:
 
     properties = torch.cuda.get_device_properties(0)
     arch = arch_name(torch.cuda.get_device_capability())
-    sms = properties.multi_processor_count
-    tiles = [(tile, kv) for kv in wanted.kv for tile in wanted.tiles]
-    bodies = [c for tile, kv in tiles for c in candidates(arch, tile, kv)]
-    compile_all(bodies, arch, sms, wanted.workers, wanted.seconds / 2)
-    print(f"compiled, {deadline - time.monotonic():.0f} s left", flush=True)
-    sweep = Sweep(arch, sms, deadline)
-    found = [best for tile, kv in tiles if (best := sweep.best(tile, kv)) is not None]
+    sweep = Sweep(arch, properties.multi_processor_count, deadline)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(wanted.workers, mp_context=context) as pool:
+        found = search(sweep, pool, [(tile, kv) for kv in wanted.kv for tile in wanted.tiles])
     table = load_table()
     table[arch] = merged(table[arch], found, properties.name)
     wanted.table.parent.mkdir(parents=True, exist_ok=True)
     wanted.table.write_text(to_toml(table))
     summary = {f"tile{c.tile_rows}.{c.kv}.min_split_tokens": c.min_split_tokens for c in found}
     path = harness.write_result(
-        "mla_verify", f"tune-{arch}", summary=summary, samples={"timed": sweep.raw},
+        "mla_verify", f"tune-{arch}", summary=summary, samples={"timed": sweep.raw()},
         folder=wanted.results,
     )  # fmt: skip
     print(f"chosen: {found}\nwrote {wanted.table} and {path}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import json
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
@@ -18,17 +20,32 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-READY_TIMEOUT_S = 300.0
+from fastverify.tiny.build import build_tiny
+
+READY_TIMEOUT_S = 400.0
 REQUEST_TIMEOUT_S = 120.0
 # Past this the server is ended by `timeout`, even if pytest itself was killed.
 LIFE_S = 900
 
 
+def drafter_flags() -> tuple[str, ...]:
+    """SGLang's Llama MLP needs CuTe DSL on a GPU; without it the MLA drafter serves."""
+    if importlib.util.find_spec("cutlass") is not None:
+        return ()
+    return ("--draft", str(build_tiny(drafter="mla").draft))
+
+
 def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on now, below those that the system hands to outgoing connections.
+
+    A server binds its port half a minute after it was chosen; one of the others would be taken by
+    then now and again, since every server opens dozens of connections within itself.
+    """
+    for port in random.sample(range(20000, 32000), 50):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port among 50 tried between 20000 and 32000")
 
 
 class Server:
@@ -118,7 +135,7 @@ class Server:
                     found.append(int(status.parent.name))
         return found
 
-    def stop(self, grace_s: float = 5.0) -> None:
+    def stop(self, grace_s: float = 2.0) -> None:
         """End the whole group: politely first, then for certain."""
         atexit.unregister(self.stop)
         for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):

@@ -27,7 +27,7 @@ SCALE = 1.0 / math.sqrt(LATENT + ROPE)
 CONFIGS = {
     "wide": KernelConfig(
         tile_rows=16, kv="bf16", body="wide", block_m=16, block_n=16, chunks=1, warps=4, stages=2,
-        programs_per_sm=1, min_split_tokens=16, merge_columns=32, merge_splits=4, merge_warps=4,
+        programs_per_sm=1, min_split_tokens=16, merge_columns=32, merge_splits=16, merge_warps=4,
     ),
     "chunked": KernelConfig(
         tile_rows=16, kv="bf16", body="chunked", block_m=16, block_n=16, chunks=2, warps=2,

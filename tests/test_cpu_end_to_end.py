@@ -168,7 +168,13 @@ class TestTwoRanks:
 
 class TestSwitches:
     @pytest.fixture(scope="class")
-    def pair(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    def broken(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        folder = tmp_path_factory.mktemp("broken")
+        with Server(folder, environment={"FASTVERIFY_TEST_BREAK_HOOK": "1"}) as server:
+            yield server
+
+    @pytest.fixture(scope="class")
+    def pair(self, broken: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         made = Servers(
             tmp_path_factory.mktemp("switches"),
             {"disabled": {"FASTVERIFY_DISABLE": "1"}},
@@ -191,20 +197,19 @@ class TestSwitches:
         assert pair.tokens("latent") == reference
         assert pair.histogram("latent") == pair.histogram("disabled")
 
+    def test_a_broken_hook_stops_the_start(self, broken: Server) -> None:
+        assert broken.wait_exit() == 2, broken.log
+        said = [line for line in broken.log.splitlines() if line.startswith("fastverify: ")]
+        assert said and "hook" in said[-1], broken.log
+        assert "ready on" not in broken.log
+        assert broken.group() == []
 
-class TestStops:
-    def test_a_broken_hook_stops_the_start(self, tmp_path: pathlib.Path) -> None:
-        with Server(tmp_path, environment={"FASTVERIFY_TEST_BREAK_HOOK": "1"}) as server:
-            assert server.wait_exit() == 2, server.log
-            said = [line for line in server.log.splitlines() if line.startswith("fastverify: ")]
-            assert said and "hook" in said[-1], server.log
-            assert "ready on" not in server.log
-            assert server.group() == []
 
-    def test_stopping_a_server_leaves_no_process(self, tmp_path: pathlib.Path) -> None:
-        server = Server(tmp_path)
-        group = server.process.pid
-        server.stop(grace_s=1.0)
-        assert server.group() == []
-        with pytest.raises(ProcessLookupError):
-            os.killpg(group, 0)
+def test_stopping_a_server_leaves_no_process(tmp_path: pathlib.Path) -> None:
+    server = Server(tmp_path)
+    group = server.process.pid
+    assert server.group()
+    server.stop()
+    assert server.group() == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)

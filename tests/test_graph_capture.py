@@ -28,7 +28,7 @@ from fastverify.inputs import gather
 from fastverify.plan import LaunchPlan
 from fastverify.planner import plan as make_plan
 from fastverify.request import parse
-from tests.engine import Server
+from tests.engine import Server, drafter_flags
 
 SMALL = ("--max-total-tokens", "32768", "--mem-fraction-static", "0.2")
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True).map(tuple)
@@ -223,7 +223,9 @@ def test_a_missing_runner_is_a_reason() -> None:
 def test_a_served_batch_replays_graphs_only(tmp_path: pathlib.Path) -> None:
     """Every planned graph is captured, and no verify step of any batch size runs eagerly."""
     run_dir = tmp_path / "run"
-    with Server(tmp_path, *SMALL, environment={"FASTVERIFY_RUN_DIR": str(run_dir)}) as server:
+    with Server(
+        tmp_path, *SMALL, *drafter_flags(), environment={"FASTVERIFY_RUN_DIR": str(run_dir)}
+    ) as server:
         server.wait_ready()
         for requests in (1, 2, 3, 5, 8):
             server.generate([f"{n} boats on the sea and" for n in range(requests)], 24)

@@ -50,7 +50,9 @@ def test_plan_is_total_and_bounded(**values: object) -> None:
     assert found.programs >= (1 if found.batch == 1 else 2 * found.batch)
     wave = max(1, values["sms"] * config.programs_per_sm // found.row_tiles)  # type: ignore[operator]
     assert found.programs < wave + 2 * found.batch + 1
-    assert found.workspace_bytes == 4 * found.programs * found.rows * found.heads * 513
+    lines = found.rows * found.heads
+    assert found.workspace_bytes == found.programs * lines * (2 * found.latent + 4)
+    assert found.latent % found.merge[1] == 0
     assert found == made(**values)
 
 

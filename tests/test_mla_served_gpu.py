@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from fastverify import reports
-from tests.engine import Server
+from tests.engine import Server, drafter_flags
 
 pytestmark = pytest.mark.gpu
 
@@ -27,10 +27,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
     """One after the other: a starting engine measures the memory that is free."""
     folder = tmp_path_factory.mktemp("served")
     ours, theirs = ({"FASTVERIFY_RUN_DIR": str(folder / name)} for name in ("ours", "theirs"))
-    with Server(folder, *SMALL, environment=ours) as first:
+    with Server(folder, *SMALL, *drafter_flags(), environment=ours) as first:
         first.wait_ready()
         flags = ("--fastverify-attention", "triton")
-        with Server(folder, *SMALL, *flags, environment=theirs) as second:
+        with Server(folder, *SMALL, *drafter_flags(), *flags, environment=theirs) as second:
             yield {"ours": first, "theirs": second.wait_ready()}
 
 

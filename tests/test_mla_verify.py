@@ -103,7 +103,8 @@ def test_workspace_belongs_to_its_plan() -> None:
     assert Workspace.view(plan, shared).partial.data_ptr() == shared.data_ptr()
 
 
-def test_configs_of_the_interpreter_are_of_both_bodies() -> None:
+def test_configs_of_the_interpreter_are_of_both_triton_bodies() -> None:
+    """Gluon has no interpreter: the wgmma body is compiled here and run on a GPU only."""
     bodies = {c.body for section in load_table().values() for c in section.config}
-    assert bodies <= set(CONFIGS)
+    assert bodies <= set(CONFIGS) | {"wgmma"}
     assert all(msgspec.structs.asdict(c)["body"] == name for name, c in CONFIGS.items())

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from bench.mla_candidates import WGMMA, Line
 from fastverify.attention.ops import KV_DTYPES, Workspace, mla_verify
 from fastverify.attention.plan import MlaVerifyPlan, arch_name, fit, load_table, plan
 from tests.mla_reference import Case, make_case, reference
@@ -44,9 +45,12 @@ def run(made: MlaVerifyPlan, case: Case, workspace: Workspace, **options: Any) -
     uniform = all(r == made.rows for r in case.rows)
     settings: dict[str, Any] = {
         "q": case.q, "kv": case.kv, "table": case.table, "table_rows": case.table_rows,
-        "seq_lens": case.seq_lens(prefix=True), "sm_scale": SM_SCALE, "mask": case.mask,
-        "qo_indptr": None if uniform else case.qo_indptr, "out": out,
+        "sm_scale": SM_SCALE, "mask": case.mask, "out": out,
+        "qo_indptr": None if uniform else case.qo_indptr,
     }  # fmt: skip
+    # Lengths come from the host, which a capture must not: there the caller passes them.
+    if "seq_lens" not in options:
+        settings["seq_lens"] = case.seq_lens(prefix=True)
     return mla_verify(made, workspace, **(settings | options))
 
 
@@ -111,6 +115,44 @@ def test_every_shipped_configuration(index: int) -> None:
     check(case, run(made, case, Workspace.allocate(made, "cuda")))
 
 
+WGMMA_CASES: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+    "shorter than a tile": ([5], [4], {}),
+    "mixed contexts": ([0, 5, 700, 9000], [4] * 4, {}),
+    "rows of each request": ([900, 40, 7000], [4, 1, 2], {}),
+    "tree": ([3000, 9], [8, 8], {"tree": True}),
+    "pages of 64": ([64, 65, 6400], [2] * 3, {"page_size": 64}),
+    "two row tiles": ([4000, 3], [16] * 2, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [*((name, WGMMA[0]) for name in WGMMA_CASES), *(("mixed contexts", w) for w in WGMMA[1:])],
+    ids=str,
+)
+def test_wgmma(name: str, line: Line) -> None:
+    """Every wgmma candidate, whatever the table holds: this body has no other test of values."""
+    if arch() != "sm90":
+        pytest.skip("wgmma is SM90's")
+    totals, rows, make = WGMMA_CASES[name]
+    case = make_case(totals, rows=rows, heads=8, max_context=9100, device="cuda", **make)
+    made = plan_of(case, 9100)
+    body, m, n, chunks, warps, stages, per_sm = line
+    config = msgspec.structs.replace(
+        made.config, body=body, block_m=m, block_n=n, chunks=chunks, warps=warps, stages=stages,
+        programs_per_sm=per_sm,
+    )  # fmt: skip
+    made = fit(
+        config, arch=arch(), sms=sms(), heads=8, rows=made.rows, batch=made.batch,
+        max_context=9100, page_size=made.page_size, pdl=True,
+    )  # fmt: skip
+    workspace = Workspace.allocate(made, "cuda")
+    first = run(made, case, workspace)
+    check(case, first)
+    for _ in range(20):
+        assert torch.equal(run(made, case, workspace), first)
+
+
 class Captured:
     """A graph over static tensors, replayed with other lengths."""
 
@@ -151,8 +193,9 @@ def test_one_graph_serves_growing_contexts() -> None:
 
 
 def test_same_bits_every_time() -> None:
-    case = make_case([9000, 120, 31_000], rows=[4] * 3, heads=8, device="cuda")
-    made = plan_of(case, 32_000)
+    reach = 32_000
+    case = make_case([9000, 120, 31_000], rows=[4] * 3, heads=8, max_context=reach, device="cuda")
+    made = plan_of(case, reach)
     captured = Captured(case, made, Workspace.allocate(made, "cuda"))
     totals = list(case.totals)
     first = captured.replay(totals).clone()
@@ -162,8 +205,12 @@ def test_same_bits_every_time() -> None:
 
 def test_workspace_shared_by_interleaved_graphs() -> None:
     """Two plans take turns in one memory, as the graphs of two draft lengths do."""
-    cases = [make_case([8000 + 64 * r], rows=[r], heads=8, device="cuda", seed=r) for r in (2, 4)]
-    plans = [plan_of(case, 9000) for case in cases]
+    reach = 9000
+    cases = [
+        make_case([8000 + 64 * r], rows=[r], heads=8, max_context=reach, device="cuda", seed=r)
+        for r in (2, 4)
+    ]
+    plans = [plan_of(case, reach) for case in cases]
     memory = torch.empty(max(p.workspace_bytes for p in plans), dtype=torch.uint8, device="cuda")
     graphs = [
         Captured(case, made, Workspace.view(made, memory))

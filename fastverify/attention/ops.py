@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
-from fastverify.attention.plan import MlaVerifyPlan
+from fastverify.attention.plan import KernelConfig, MlaVerifyPlan
 from fastverify.errors import ConfigError
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -16,7 +16,7 @@ Scale: TypeAlias = "float | torch.Tensor"
 
 @dataclasses.dataclass(frozen=True)
 class Workspace:
-    """Partial results of the splits: fp32 [programs, rows * heads, latent] and [.., rows * heads].
+    """Partial results of the splits: bf16 [programs, rows * heads, latent], fp32 log-sum-exp.
 
     Holds nothing between calls. Calls on one stream may share it; two streams may not.
     """
@@ -39,12 +39,11 @@ class Workspace:
                 f"MLA verify workspace is {memory.numel()} x {memory.dtype}, its plan needs "
                 f"{plan.workspace_bytes} bytes of uint8; allocate the largest plan's size."
             )
-        flat = memory[: plan.workspace_bytes].view(torch.float32)
         lines = plan.rows * plan.heads
-        size = plan.programs * lines * plan.latent
+        size = 2 * plan.programs * lines * plan.latent
         return Workspace(
-            flat[:size].view(plan.programs, lines, plan.latent),
-            flat[size:].view(plan.programs, lines),
+            memory[:size].view(torch.bfloat16).view(plan.programs, lines, plan.latent),
+            memory[size : plan.workspace_bytes].view(torch.float32).view(plan.programs, lines),
         )
 
 
@@ -110,9 +109,8 @@ def _launch(
 ) -> None:  # fmt: skip
     # Imported here: planning must work where Triton is absent or not yet configured.
     from fastverify.kernels.triton.mla_merge import mla_merge_kernel
-    from fastverify.kernels.triton.mla_verify import mla_chunked_kernel, mla_wide_kernel
 
-    body = mla_wide_kernel if plan.config.body == "wide" else mla_chunked_kernel
+    body = body_kernel(plan.config)
     options = {"launch_pdl": True} if plan.pdl else {}
     mask = mask.view(torch.uint8) if mask is not None else None
     body[(plan.row_tiles, plan.programs)](
@@ -122,12 +120,23 @@ def _launch(
         *_sizes(plan), **body_constants(plan, kv.stride(0), lens_are_prefix),
         num_warps=plan.config.warps, num_stages=plan.config.stages, **options,
     )  # fmt: skip
-    columns = plan.config.merge_columns
-    mla_merge_kernel[(plan.latent // columns, plan.rows * plan.heads, plan.batch)](
+    lines, columns, _ = plan.merge
+    mla_merge_kernel[(plan.latent // columns, -(-plan.rows * plan.heads // lines), plan.batch)](
         workspace.partial, workspace.lse, seq_lens, qo_indptr, v_tensor, out, v_scale,
         *_sizes(plan), **merge_constants(plan, lens_are_prefix),
         num_warps=plan.config.merge_warps, **options,
     )  # fmt: skip
+
+
+def body_kernel(config: KernelConfig) -> Any:
+    """The kernel of a configuration's body; each module is imported only when it is used."""
+    if config.body == "wgmma":
+        from fastverify.kernels.triton.mla_wgmma import mla_wgmma_kernel
+
+        return mla_wgmma_kernel
+    from fastverify.kernels.triton.mla_verify import mla_chunked_kernel, mla_wide_kernel
+
+    return mla_wide_kernel if config.body == "wide" else mla_chunked_kernel
 
 
 def _sizes(plan: MlaVerifyPlan) -> tuple[int, int, int, int]:
@@ -150,20 +159,24 @@ def body_constants(
     plan: MlaVerifyPlan, kv_stride: int, lens_are_prefix: bool
 ) -> dict[str, int | bool]:
     """Compile-time constants of the split kernel, by name."""
-    return _schedule_constants(plan, lens_are_prefix) | {
+    constants = _schedule_constants(plan, lens_are_prefix) | {
         "ROPE": plan.rope,
         "KV_STRIDE": kv_stride,
         "PAGE_SIZE": plan.page_size,
         "BLOCK_M": plan.config.block_m,
         "CHUNKS": plan.config.chunks,
     }
+    # Triton takes the stages as a compiler option, Gluon code as a constant.
+    return constants | ({"STAGES": plan.config.stages} if plan.config.body == "wgmma" else {})
 
 
 def merge_constants(plan: MlaVerifyPlan, lens_are_prefix: bool) -> dict[str, int | bool]:
     """Compile-time constants of the merge kernel, by name."""
+    lines, columns, splits = plan.merge
     return _schedule_constants(plan, lens_are_prefix) | {
-        "COLUMNS": plan.config.merge_columns,
-        "SPLITS": plan.config.merge_splits,
+        "LINES": lines,
+        "COLUMNS": columns,
+        "SPLITS": splits,
     }
 
 

@@ -20,15 +20,17 @@ _INT32_MAX = 2**31 - 1
 class KernelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of the table: how to run up to `tile_rows` rows x heads of a request.
 
-    body: `wide` or `chunked` (see kernels/triton/mla_verify.py); chunks belongs to `chunked`.
+    body: `wide` or `chunked` (kernels/triton/mla_verify.py), `wgmma` (mla_wgmma.py: SM90, bf16,
+    block_m 64, 8 warps). chunks: parts of the latent (chunked) or of a key tile (wgmma).
     programs_per_sm: resident programs the split count aims at.
     min_split_tokens: a split shorter than this costs more to merge than it saves.
-    merge_columns, merge_splits: output columns of a merge program, splits it reads at once.
+    merge_columns, merge_splits: output columns of a merge program, splits it reads at once, for
+    one request; see `merge_shape`.
     """
 
     tile_rows: int
     kv: KvDtype
-    body: Literal["wide", "chunked"]
+    body: Literal["wide", "chunked", "wgmma"]
     block_m: int
     block_n: int
     chunks: int
@@ -60,7 +62,8 @@ class MlaVerifyPlan(msgspec.Struct, frozen=True):
     """Everything fixed at capture. Lengths, page table and row counts stay on the device.
 
     programs: split programs of each row tile; every request mix fits (see `split_tokens`).
-    workspace_bytes: fp32 partial outputs and their log-sum-exp; layers share one workspace.
+    merge: lines (row x head), columns and splits of a merge program.
+    workspace_bytes: bf16 partial outputs, fp32 log-sum-exp; layers share one workspace.
     """
 
     arch: str
@@ -76,6 +79,7 @@ class MlaVerifyPlan(msgspec.Struct, frozen=True):
     pdl: bool
     row_tiles: int
     programs: int
+    merge: tuple[int, int, int]
     workspace_bytes: int
 
 
@@ -120,7 +124,10 @@ def plan(
             "raise the context length or lower the draft tokens."
         )
     section = (load_table() if table is None else table).get(arch)
-    if section is None or rows > MAX_ROWS or batch * max_context > _INT32_MAX // 64:
+    if section is None or rows > MAX_ROWS:
+        return None
+    # `split_tokens` adds all lengths, and multiplies half of one by up to 47.
+    if batch * max_context > _INT32_MAX // 2 or max_context > _INT32_MAX // 64:
         return None
     config = choose(section, heads * rows, kv)
     return (
@@ -185,8 +192,25 @@ def fit(
         pdl=pdl,
         row_tiles=row_tiles,
         programs=programs,
-        workspace_bytes=4 * programs * rows * heads * (latent + 1),
+        merge=merge_shape(config, batch=batch, programs=programs, latent=latent),
+        workspace_bytes=programs * rows * heads * (2 * latent + 4),
     )
+
+
+def merge_shape(
+    config: KernelConfig, *, batch: int, programs: int, latent: int
+) -> tuple[int, int, int]:
+    """Lines, columns and splits of a merge program, the same number of values at any batch.
+
+    Requests of a batch share the programs, so each has few splits; a merge program then takes
+    more columns, and beyond those more lines, instead of reading splits that are not there.
+    Any shape is correct for any number of splits.
+    """
+    values = config.merge_columns * config.merge_splits
+    usual = 1 << (-(-2 * programs // batch) - 1).bit_length()
+    splits = max(1, min(config.merge_splits, usual))
+    columns = min(latent, values // splits)
+    return max(1, min(16, values // (splits * columns))), columns, splits
 
 
 def split_lengths(plan: MlaVerifyPlan, totals: list[int]) -> tuple[int, list[int]]:

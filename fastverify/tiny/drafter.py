@@ -68,8 +68,8 @@ MLA_CONFIG = (
     }
 )
 
-# Rotary pairs that carry position, fastest first, and the score they add up to: 8 pairs drop by
-# more than a tenth of it one position away, so 120 leaves the neighbours under e-12.
+# Rotary pairs that carry position, fastest first, and the score they add up to at the position
+# looked for. Anywhere else within 32768 positions it is at least 14 lower: a share under 1e-6.
 _PAIRS, _PEAK = 8, 120.0
 
 
@@ -109,50 +109,63 @@ def llama_tensors(target: Tensors) -> Tensors:
 
 def mla_tensors(target: Tensors) -> Tensors:
     """The same drafter with latent attention, the target's head sizes and the whole vocabulary."""
-    heads, rank, latent = (
-        MLA_CONFIG[name] for name in ("num_attention_heads", "q_lora_rank", "kv_lora_rank")
-    )
-    nope, rope, value = (
-        MLA_CONFIG[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    )
-    angles = [MLA_CONFIG["rope_theta"] ** (-pair / (rope // 2)) for pair in range(_PAIRS)]
-    query_a = torch.zeros(rank, 2 * HIDDEN)
-    query_a[0, CONSTANT_CHANNEL] = 1.0
-    # The norm turns one non-zero entry of `rank` into sqrt(rank).
-    factor = MLA_CONFIG["rope_scaling"]["factor"]
-    scale = math.sqrt(nope + rope) / (0.1 * math.log(factor) + 1) ** 2
-    weight = math.sqrt(_PEAK / _PAIRS * scale)
-    query_b = torch.zeros(heads, nope + rope, rank)
-    key_value_a = torch.zeros(latent + rope, 2 * HIDDEN)
-    for pair, angle in enumerate(angles):
-        # DeepSeek's rotary pairs are neighbours.
-        row = nope + 2 * pair
-        key_value_a[latent + 2 * pair, CONSTANT_CHANNEL] = weight / CONSTANT
-        for head in range(heads):
-            back = _look_back(head, heads)
-            query_b[head, row, 0] = weight * math.cos(back * angle) / math.sqrt(rank)
-            query_b[head, row + 1, 0] = -weight * math.sin(back * angle) / math.sqrt(rank)
-    key_value_a[:HIDDEN, :HIDDEN] = torch.eye(HIDDEN)
-    key_value_b = torch.zeros(heads, nope + value, latent)
-    output = torch.zeros(HIDDEN, heads, value)
-    for part in range(HIDDEN // value):
-        channels = torch.arange(part * value, (part + 1) * value)
-        for head, sign in ((part, 1.0), (heads // 2 + part, -1.0)):
-            key_value_b[head, nope + torch.arange(value), channels] = 1.0
-            # The latent is half empty, so its norm scaled the embedding by sqrt(latent / HIDDEN).
-            output[channels, head, torch.arange(value)] = sign * math.sqrt(HIDDEN / latent)
+    rank, latent = MLA_CONFIG["q_lora_rank"], MLA_CONFIG["kv_lora_rank"]
+    query_a, query_b, rotary_key = _mla_positions()
+    key_value_b, output = _mla_copies()
+    latent_a = torch.eye(latent, 2 * HIDDEN)
+    # The latent takes the embedding and nothing of the hidden half.
+    latent_a[:, HIDDEN:] = 0
     attention = {
         "q_a_proj": query_a,
         "q_a_layernorm": torch.ones(rank),
-        "q_b_proj": query_b.flatten(0, 1),
-        "kv_a_proj_with_mqa": key_value_a,
+        "q_b_proj": query_b,
+        "kv_a_proj_with_mqa": torch.cat([latent_a, rotary_key]),
         "kv_a_layernorm": torch.ones(latent),
-        "kv_b_proj": key_value_b.flatten(0, 1),
-        "o_proj": output.flatten(1),
+        "kv_b_proj": key_value_b,
+        "o_proj": output,
     }
     return _shared(target, target["lm_head.weight"]) | {
         f"midlayer.self_attn.{name}.weight": tensor.bfloat16() for name, tensor in attention.items()
     }
+
+
+def _mla_positions() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q_a, q_b and the rotary rows of kv_a: constant vectors, turned back in half of the heads."""
+    heads, rank = MLA_CONFIG["num_attention_heads"], MLA_CONFIG["q_lora_rank"]
+    nope, rope = MLA_CONFIG["qk_nope_head_dim"], MLA_CONFIG["qk_rope_head_dim"]
+    # YaRN multiplies scores by the square of this.
+    stretch = 0.1 * math.log(MLA_CONFIG["rope_scaling"]["factor"]) + 1
+    weight = math.sqrt(_PEAK / _PAIRS * math.sqrt(nope + rope)) / stretch
+    query_a, rotary_key = torch.zeros(rank, 2 * HIDDEN), torch.zeros(rope, 2 * HIDDEN)
+    query_a[0, CONSTANT_CHANNEL] = 1.0
+    query_b = torch.zeros(heads, nope + rope, rank)
+    # The norm turns one non-zero entry of `rank` into sqrt(rank).
+    turned = weight / math.sqrt(rank)
+    for pair in range(_PAIRS):
+        angle = MLA_CONFIG["rope_theta"] ** (-pair / (rope // 2))
+        # DeepSeek's rotary pairs are neighbours.
+        rotary_key[2 * pair, CONSTANT_CHANNEL] = weight / CONSTANT
+        for head in range(heads):
+            back = _look_back(head, heads)
+            query_b[head, nope + 2 * pair, 0] = turned * math.cos(back * angle)
+            query_b[head, nope + 2 * pair + 1, 0] = -turned * math.sin(back * angle)
+    return query_a, query_b.flatten(0, 1), rotary_key
+
+
+def _mla_copies() -> tuple[torch.Tensor, torch.Tensor]:
+    """kv_b and o_proj: the first heads of either half add and subtract what they read."""
+    heads, latent = MLA_CONFIG["num_attention_heads"], MLA_CONFIG["kv_lora_rank"]
+    nope, value = MLA_CONFIG["qk_nope_head_dim"], MLA_CONFIG["v_head_dim"]
+    key_value_b = torch.zeros(heads, nope + value, latent)
+    output = torch.zeros(HIDDEN, heads, value)
+    # Half of the latent is empty, so its norm scaled the embedding by sqrt(latent / HIDDEN).
+    restore = math.sqrt(HIDDEN / latent)
+    for channel in range(HIDDEN):
+        part, place = divmod(channel, value)
+        for head, sign in ((part, 1.0), (heads // 2 + part, -1.0)):
+            key_value_b[head, nope + place, channel] = 1.0
+            output[channel, head, place] = sign * restore
+    return key_value_b.flatten(0, 1), output.flatten(1)
 
 
 def _look_back(head: int, heads: int) -> int:

@@ -1,7 +1,9 @@
 """Device helpers of MLA verify: who reads which tokens, where they lie, who may see them.
 
 Nothing here is planned on the host. Every program derives its share from the lengths that lie
-in device memory, so one captured graph serves any mix of contexts up to its maximum.
+in device memory, so one captured graph serves any mix of contexts up to its maximum. Functions
+that Gluon calls too take their index vectors (`requests`: 0 .. BATCH_POW2 - 1), which have layouts
+there.
 """
 
 from __future__ import annotations
@@ -42,14 +44,15 @@ def whole_tiles(tokens, min_split, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def split_tokens(totals, programs, min_split, BLOCK_N: tl.constexpr):
+def split_tokens(totals, steps, programs, min_split, BLOCK_N: tl.constexpr):
     """Shortest split length with which all requests together need at most `programs` splits.
 
     With base = ceil(sum / programs), a split of 2 * base needs at most programs / 2 + batch
     splits, so programs >= 2 * batch makes one of the candidates base .. 2.9 * base fit.
+    steps: 0 .. CANDIDATES - 1.
     """
     base = tl.cdiv(tl.sum(totals, 0), programs)
-    tokens = tl.cdiv(base * (16 + tl.arange(0, CANDIDATES)), 16)
+    tokens = tl.cdiv(base * (16 + steps), 16)
     tokens = whole_tiles(tokens, min_split, BLOCK_N)
     needed = tl.sum(tl.cdiv(totals[None, :], tokens[:, None]), 1)
     return tl.min(tl.where(needed <= programs, tokens, 0x7FFFFFFF), 0)
@@ -57,17 +60,25 @@ def split_tokens(totals, programs, min_split, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def batch_schedule(
-    lens_ptr, qo_indptr_ptr, batch, max_context, programs, min_split,
-    BATCH_POW2: tl.constexpr, ROWS: tl.constexpr, LENS_ARE_PREFIX: tl.constexpr,
+    requests, steps, lens_ptr, qo_indptr_ptr, batch, max_context, programs, min_split,
+    ROWS: tl.constexpr, LENS_ARE_PREFIX: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Split length, and for each request of the batch how many splits it has."""
-    request = tl.arange(0, BATCH_POW2)
     _, _, totals = request_lengths(
-        request, request < batch, lens_ptr, qo_indptr_ptr, max_context, ROWS, LENS_ARE_PREFIX
+        requests, requests < batch, lens_ptr, qo_indptr_ptr, max_context, ROWS, LENS_ARE_PREFIX
     )
-    tokens = split_tokens(totals, programs, min_split, BLOCK_N)
+    tokens = split_tokens(totals, steps, programs, min_split, BLOCK_N)
     return tokens, tl.cdiv(totals, tokens)
+
+
+@triton.jit
+def locate(program, requests, splits, batch):
+    """Request that a program works for (`batch`: none), and the first program of that request."""
+    # Padding above `batch` has no splits, so idle programs count past it.
+    ends = tl.cumsum(splits, 0)
+    request = tl.minimum(tl.sum(tl.where(ends <= program, 1, 0), 0), batch)
+    return request, tl.sum(tl.where(requests < request, splits, 0), 0)
 
 
 @triton.jit
@@ -78,28 +89,22 @@ def claim(
 ):  # fmt: skip
     """Work of one program: request, first query token, rows, total keys, split length, and the
     first key (at or past the total when there is no work)."""
+    request = program * 0
+    before = request
+    if BATCH_POW2 > 1:
+        requests = tl.arange(0, BATCH_POW2)
+        tokens, splits = batch_schedule(
+            requests, tl.arange(0, CANDIDATES), lens_ptr, qo_indptr_ptr, batch, max_context,
+            programs, min_split, ROWS, LENS_ARE_PREFIX, BLOCK_N,
+        )  # fmt: skip
+        request, before = locate(program, requests, splits, batch)
+    first, rows, total = request_lengths(
+        request, request < batch, lens_ptr, qo_indptr_ptr, max_context, ROWS, LENS_ARE_PREFIX
+    )
     if BATCH_POW2 == 1:
         # Nothing but the key range waits for the length: q and the table row load beside it.
-        request = program * 0
-        first, rows, total = request_lengths(
-            request, request < batch, lens_ptr, qo_indptr_ptr, max_context, ROWS, LENS_ARE_PREFIX
-        )
         tokens = whole_tiles(tl.cdiv(total, programs), min_split, BLOCK_N)
-        start = program * tokens
-    else:
-        tokens, splits = batch_schedule(
-            lens_ptr, qo_indptr_ptr, batch, max_context, programs, min_split,
-            BATCH_POW2, ROWS, LENS_ARE_PREFIX, BLOCK_N,
-        )  # fmt: skip
-        # Padding above `batch` has no splits, so idle programs count past it.
-        ends = tl.cumsum(splits, 0)
-        request = tl.minimum(tl.sum(tl.where(ends <= program, 1, 0), 0), batch)
-        before = tl.sum(tl.where(tl.arange(0, BATCH_POW2) < request, splits, 0), 0)
-        first, rows, total = request_lengths(
-            request, request < batch, lens_ptr, qo_indptr_ptr, max_context, ROWS, LENS_ARE_PREFIX
-        )
-        start = (program - before) * tokens
-    return request, first, rows, total, tokens, start
+    return request, first, rows, total, tokens, (program - before) * tokens
 
 
 @triton.jit
@@ -113,19 +118,24 @@ def find_splits(
         before = request * 0
         tokens = whole_tiles(tl.cdiv(total, programs), min_split, BLOCK_N)
     else:
+        requests = tl.arange(0, BATCH_POW2)
         tokens, splits = batch_schedule(
-            lens_ptr, qo_indptr_ptr, batch, max_context, programs, min_split,
-            BATCH_POW2, ROWS, LENS_ARE_PREFIX, BLOCK_N,
+            requests, tl.arange(0, CANDIDATES), lens_ptr, qo_indptr_ptr, batch, max_context,
+            programs, min_split, ROWS, LENS_ARE_PREFIX, BLOCK_N,
         )  # fmt: skip
-        before = tl.sum(tl.where(tl.arange(0, BATCH_POW2) < request, splits, 0), 0)
+        before = tl.sum(tl.where(requests < request, splits, 0), 0)
     return before, tl.cdiv(total, tokens)
 
 
 @triton.jit
-def load_slots(table_row_ptr, position, ok, PAGE_SIZE: tl.constexpr):
-    """Pool slots of key positions, through a page table row (page size 1: the slots)."""
-    page = tl.load(table_row_ptr + position // PAGE_SIZE, mask=ok, other=0).to(tl.int64)
-    return page * PAGE_SIZE + position % PAGE_SIZE
+def load_pages(table_row_ptr, position, ok, PAGE_SIZE: tl.constexpr):
+    """Pages of key positions, from a page table row (page size 1: the slots)."""
+    return tl.load(table_row_ptr + position // PAGE_SIZE, mask=ok, other=0)
+
+
+@triton.jit
+def slots_of(page, position, PAGE_SIZE: tl.constexpr):
+    return page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
 
 
 @triton.jit
@@ -145,7 +155,7 @@ def visible_bits(row, ok, request, prefix, total, mask_ptr, mask_indptr_ptr, ROW
         else:
             base = mask_ptr + tl.load(mask_indptr_ptr + request).to(tl.int64) + prefix
             stride = total
-        bits = tl.zeros_like(row)
+        bits = row * 0
         for j in tl.static_range(ROWS):
             # A request with fewer rows has fewer columns; a negative prefix has no such key.
             there = ok & (j < total - prefix) & (j + prefix >= 0)

@@ -3,11 +3,14 @@
 All rows and heads of a request form one tile (or a few) that shares every key tile; keys are
 split over programs so that the GPU is full at any batch x context, and `mla_merge` joins the
 splits. Traffic at batch 1: keys `tokens * 1152` bytes once, partials `splits * rows * heads *
-2 KiB` written and read through L2. At 16k, 8 heads, 4 rows on 132 SMs that is 18.9 MB of keys
-against 2 * 8.7 MB of L2 traffic spread over all SMs: splitting further costs more than it gains,
-and merging in the last program to arrive (one SM reads about 0.1 TB/s) would take 80 us.
+1 KiB` written and read through L2. At 16k, 8 heads, 4 rows on 132 SMs that is 18.9 MB of keys
+against 2 * 4.3 MB of L2 traffic spread over all SMs: splitting further costs more than it gains,
+and merging in the last program to arrive (one SM reads about 0.1 TB/s) would take 40 us.
 
-Two bodies, chosen by the table:
+Partial outputs are bf16, whose range is that of the keys. Rounding them costs at most what rounding
+the output to bf16 costs for the largest of them, since the merge takes a weighted mean.
+
+Two bodies here and one in `mla_wgmma`, chosen by the table:
 
 - `mla_wide_kernel`: one [BLOCK_M, LATENT] accumulator; at BLOCK_M 64 Triton uses wgmma on SM90.
 - `mla_chunked_kernel`: the latent is cut into one chunk per warp. Each warp keeps its chunk of
@@ -22,8 +25,9 @@ import triton
 import triton.language as tl
 from fastverify.kernels.triton.mla_schedule import (
     claim,
-    load_slots,
+    load_pages,
     sees,
+    slots_of,
     visible_bits,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -91,16 +95,21 @@ def mla_wide_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, LATENT], tl.float32)
-    # Slots are loaded one tile ahead: their latency would otherwise precede that of the keys.
-    slots = load_slots(table, start + n, start + n < stop, PAGE_SIZE)
+    # Page ids are loaded two tiles ahead: one would put that load right before the copies that
+    # wait for it. The select is there for Triton, which pipelines no value it merely hands on.
+    ahead = start + BLOCK_N + n
+    pages = load_pages(table, start + n, start + n < stop, PAGE_SIZE)
+    next_pages = load_pages(table, ahead, ahead < stop, PAGE_SIZE)
     for tile in range(start, stop, BLOCK_N):
         position = tile + n
         ok = position < stop
-        key = kv_ptr + slots * KV_STRIDE
+        key = kv_ptr + slots_of(pages, position, PAGE_SIZE) * KV_STRIDE
         # Unread keys are zero, not garbage: 0 * NaN would reach the output through p.
         k = tl.load(key[:, None] + d[None, :], mask=ok[:, None], other=0.0).to(q.dtype)
         k_rope = tl.load(key[:, None] + LATENT + r[None, :], mask=ok[:, None], other=0.0)
-        slots = load_slots(table, position + BLOCK_N, position + BLOCK_N < stop, PAGE_SIZE)
+        ahead = position + 2 * BLOCK_N
+        pages = tl.where(position + BLOCK_N < stop, next_pages, 0)
+        next_pages = load_pages(table, ahead, ahead < stop, PAGE_SIZE)
         score = tl.dot(q, tl.trans(k))
         score = tl.dot(q_rope, tl.trans(k_rope.to(q.dtype)), score) * scale
         seen = ok[None, :] & sees(position[None, :], prefix, bits[:, None])
@@ -120,7 +129,8 @@ def mla_wide_kernel(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=row_ok[:, None])
     else:
         slot = program.to(tl.int64) * (ROWS * HEADS) + m
-        tl.store(partial_ptr + slot[:, None] * LATENT + d[None, :], acc, mask=row_ok[:, None])
+        partial = partial_ptr + slot[:, None] * LATENT + d[None, :]
+        tl.store(partial, acc.to(partial_ptr.dtype.element_ty), mask=row_ok[:, None])
         tl.store(lse_ptr + slot, top + tl.log2(weight), mask=row_ok)
 
 
@@ -178,14 +188,18 @@ def mla_chunked_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([CHUNKS, BLOCK_M, WIDTH], tl.float32)
-    slots = load_slots(table, start + n, start + n < stop, PAGE_SIZE)
+    ahead = start + BLOCK_N + n
+    pages = load_pages(table, start + n, start + n < stop, PAGE_SIZE)
+    next_pages = load_pages(table, ahead, ahead < stop, PAGE_SIZE)
     for tile in range(start, stop, BLOCK_N):
         position = tile + n
         ok = position < stop
-        key = (kv_ptr + slots * KV_STRIDE)[None, :, None]
+        key = (kv_ptr + slots_of(pages, position, PAGE_SIZE) * KV_STRIDE)[None, :, None]
         k = tl.load(key + d, mask=ok[None, :, None], other=0.0).to(q.dtype)
         k_rope = tl.load(key + LATENT + r, mask=ok[None, :, None] & (r < ROPE), other=0.0)
-        slots = load_slots(table, position + BLOCK_N, position + BLOCK_N < stop, PAGE_SIZE)
+        ahead = position + 2 * BLOCK_N
+        pages = tl.where(position + BLOCK_N < stop, next_pages, 0)
+        next_pages = load_pages(table, ahead, ahead < stop, PAGE_SIZE)
         # Scores are [keys, rows]: k is then untransposed in both products, which is what lets
         # Triton copy it asynchronously into one buffer.
         score = tl.dot(k, tl.permute(q, (0, 2, 1)))
@@ -209,5 +223,6 @@ def mla_chunked_kernel(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=row_ok[None, :, None])
     else:
         slot = program.to(tl.int64) * (ROWS * HEADS) + m
-        tl.store(partial_ptr + slot[None, :, None] * LATENT + d, acc, mask=row_ok[None, :, None])
+        partial = partial_ptr + slot[None, :, None] * LATENT + d
+        tl.store(partial, acc.to(partial_ptr.dtype.element_ty), mask=row_ok[None, :, None])
         tl.store(lse_ptr + slot, top + tl.log2(weight), mask=row_ok)
