@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -160,29 +161,26 @@ def run_backend(
         command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     cells: dict[int, list[float]] = {}
-    timer = _kill_after(child, seconds)
+    timer = threading.Timer(seconds, _end, [child])
+    timer.start()
     assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith("CELL "):
-            cell = json.loads(line[5:])
-            cells[cell["context"]] = cell["ms"]
-            print(f"  {backend} ctx {cell['context']}: {statistics.median(cell['ms']):.2f} ms")
-    child.wait()
-    timer.cancel()
+    try:
+        for line in child.stdout:
+            if line.startswith("CELL "):
+                cell = json.loads(line[5:])
+                cells[cell["context"]] = cell["ms"]
+                print(f"  {backend} ctx {cell['context']}: {statistics.median(cell['ms']):.2f} ms")
+    finally:
+        # Also when this process is told to stop: an engine left behind keeps the GPU's memory.
+        timer.cancel()
+        _end(child)
     return cells
 
 
-def _kill_after(child: subprocess.Popen[str], seconds: float) -> Any:
-    import threading
-
-    def end() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    return timer
+def _end(child: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def main() -> int:
@@ -200,6 +198,7 @@ def main() -> int:
         serve(args.child, contexts, args.repeats)
         return 0
     backends = cli.name_list(args.backends, "--backends", BACKENDS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     samples = {b: run_backend(b, contexts, args.repeats, args.seconds) for b in backends}
     summary = {
         f"iteration_ms.ctx{context}.{backend}": statistics.median(values)

@@ -13,12 +13,13 @@ import pathlib
 import re
 from typing import Any
 
-from bench import cli, harness, plots
+from bench import cli, harness, mla_report, plots
 from bench.layer_parts import PART_NAMES
 from fastverify.errors import ConfigError
 
 END = "<!-- bench:end -->"
 STEPS = "verify_latency-steps"
+SERVED = "mla_verify-served"
 DRAWN_ROWS = (1, 3)
 LAYER_KEY = re.compile(r"layer_us\.ctx(\d+)\.rows(\d+)\.(\w+)")
 TOK_KEY = re.compile(r"tok_s\.ctx(\d+)\.batch(\d+)\.draft(\w+)\.accept([\d.]+)")
@@ -31,10 +32,10 @@ def newest(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
     for path in sorted(folder.glob("*.json")):
         match = NAME_DATE.fullmatch(path.stem)
         body = json.loads(path.read_text())
-        if match and body.get("bench") in ("verify_latency", "serve"):
+        if match and body.get("bench") in ("verify_latency", "serve", "mla_verify"):
             found[match[1]] = {**body, "file": path.name}
     if not found:
-        raise ConfigError(f"{folder} holds no result of verify_latency or serve: run one first.")
+        raise ConfigError(f"{folder} holds no result of a bench: run one first.")
     return found
 
 
@@ -113,10 +114,26 @@ def serve_table(body: dict[str, Any]) -> str:
 def tables(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Table of every result by its BENCH-WHAT name, and of all steps side by side."""
     make = {"verify_latency": layer_table, "serve": serve_table}
-    made = {name: make[body["bench"]](body) for name, body in results.items()}
+    made = {name: make[b["bench"]](b) for name, b in results.items() if b["bench"] in make}
+    kernel, served = mla_results(results)
+    for name, body in kernel.items():
+        made[name] = markdown(*mla_report.kernel_rows(body)) + "\n\n" + source(body)
+    if served:
+        sources = "\n\n".join(source(body) for body in served)
+        made[SERVED] = markdown(*mla_report.served_rows(served)) + "\n\n" + sources
     if verify := {n: body for n, body in results.items() if body["bench"] == "verify_latency"}:
         made[STEPS] = step_table(verify)
     return made
+
+
+def mla_results(
+    results: dict[str, dict[str, Any]],
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """The kernel results by name, and all served ones."""
+    mla = {name: body for name, body in results.items() if body["bench"] == "mla_verify"}
+    served = [body for name, body in mla.items() if name.startswith(SERVED)]
+    kernel = {name: body for name, body in mla.items() if mla_report.kernel_cells(body)}
+    return kernel, served
 
 
 def insert(text: str, made: dict[str, str]) -> str:
@@ -138,7 +155,12 @@ def draw(results: dict[str, dict[str, Any]], folder: pathlib.Path) -> list[pathl
     """Stacked layer bars of each model with its backends side by side, and lines of serving."""
     paths = []
     panels: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    kernel, served = mla_results(results)
+    for name, body in kernel.items():
+        paths.append(mla_report.draw(body, served, folder / f"{name}.png"))
     for name, body in results.items():
+        if body["bench"] == "mla_verify":
+            continue
         if body["bench"] == "serve":
             paths += draw_serve(name, body["summary"], folder)
             continue

@@ -60,7 +60,6 @@ def test_tokens_are_equal_except_at_proven_ties(servers: dict[str, Server]) -> N
         assert is_tie(servers["theirs"], start + b[:at], {a[at], b[at]}), (prompt, at)
         ties += 1
     print(f"\n{len(PROMPTS)} prompts, {ties} ties")
-    assert ties <= len(PROMPTS) // 2
 
 
 def test_our_kernel_served_verify(servers: dict[str, Server]) -> None:
