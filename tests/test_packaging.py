@@ -47,6 +47,7 @@ def test_the_wheel_holds_what_is_needed_and_no_top_level_kernels(wheel: pathlib.
         names = set(archive.namelist())
         entry_points = archive.read("fastverify-0.1.0.dist-info/entry_points.txt").decode()
     assert {"fastverify/kernels/__init__.py", "fastverify/presets/kimi-k2.5.toml"} <= names
+    assert {"fastverify/kernels/tables/mla_verify.toml", "fastverify/doctor/cli.py"} <= names
     assert {"fastverify/py.typed", "fastverify-0.1.0.dist-info/licenses/LICENSE"} <= names
     assert not any(name.startswith(("kernels/", "tests/", "bench/")) for name in names)
     assert "fastverify = fastverify.plugin:register" in entry_points
