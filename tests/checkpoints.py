@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from fastverify.model.config import ModelConfig, model_config
 from fastverify.model.drafter import DrafterFacts, check_drafter
 from fastverify.preset import load_preset
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 TARGET: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -145,4 +145,4 @@ def check(folder: Path, config: dict[str, Any], tensors: dict[str, Any] | None) 
 def refuse(folder: Path, config: dict[str, Any], tensors: dict[str, Any], *says: object) -> str:
     """Write a drafter that must be refused by name."""
     name = write_model(folder, config, tensors)
-    return refused(check_drafter, GOAL, name, says=(name, *says))
+    return check_refused(check_drafter, GOAL, name, says=(name, *says))

@@ -11,7 +11,9 @@ import pytest
 from fastverify.errors import ConfigError
 
 
-def refused(call: Callable[..., Any], *args: Any, says: tuple[object, ...], **named: Any) -> str:
+def check_refused(
+    call: Callable[..., Any], *args: Any, says: tuple[object, ...], **named: Any
+) -> str:
     """Call, expect ConfigError, and check that its message is one sentence holding `says`."""
     with pytest.raises(ConfigError) as caught:
         call(*args, **named)

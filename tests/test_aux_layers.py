@@ -22,7 +22,7 @@ from tests.checkpoints import (
     good_map,
     refuse,
 )
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 BOTH = pytest.mark.parametrize("kind", ["mha", "mla"])
 
@@ -71,7 +71,7 @@ def test_layers_that_cannot_be_captured_are_refused(
     layers: int, ids: Any, says: tuple[object, ...], kind: str
 ) -> None:
     raw = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
-    message = refused(aux_layers, goal(num_hidden_layers=layers), raw, kind, "d", says=("d",))
+    message = check_refused(aux_layers, goal(num_hidden_layers=layers), raw, kind, "d", says=("d",))
     for part in says:
         assert str(part) in message
 
@@ -79,10 +79,10 @@ def test_layers_that_cannot_be_captured_are_refused(
 def test_the_count_must_be_the_one_fc_is_built_for() -> None:
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
     llama = {"num_aux_hidden_states": 5, "eagle_config": ids}
-    refused(aux_layers, GOAL, llama, "mha", "d", says=("d", 5, 3, "2, 4, 5"))
+    check_refused(aux_layers, GOAL, llama, "mha", "d", says=("d", 5, 3, "2, 4, 5"))
     # SGLang reads ids outside eagle_config for the drafter and not for the target.
     outside = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4, 5]}
-    refused(aux_layers, GOAL, outside, "mla", "d", says=("d", 4, 3))
+    check_refused(aux_layers, GOAL, outside, "mla", "d", says=("d", 4, 3))
     assert aux_layers(GOAL, outside, "mha", "d") == (2, 4, 5)
 
 
@@ -91,8 +91,10 @@ def test_a_drafter_may_take_the_last_state_alone(tmp_path: Path) -> None:
     facts = check(tmp_path, config, draft_tensors("mha", fc__weight=ABSENT))
     assert (facts.aux_layers, facts.aux_count) == ((), 0)
     raw = {"eagle_config": {"use_aux_hidden_state": False}, "hidden_size": 16}
-    refused(aux_layers, GOAL, raw, "mha", "d", says=("d", 16, 32))
-    refused(aux_layers, GOAL, {"eagle_config": [1]}, "mha", "d", says=("eagle_config", "object"))
+    check_refused(aux_layers, GOAL, raw, "mha", "d", says=("d", 16, 32))
+    check_refused(
+        aux_layers, GOAL, {"eagle_config": [1]}, "mha", "d", says=("eagle_config", "object")
+    )
 
 
 @BOTH

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fastverify.breakeven import best_length, cutover, fit_verify, judge, needed_accept_length
 from fastverify.doctor.pays import break_even_sentence
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 TIMES = st.floats(0.01, 1e4)
 RATES = (0.85, 0.67, 0.51, 0.36, 0.31)
@@ -52,13 +52,13 @@ def test_speedup_is_accept_length_over_break_even(a: float, b: float, length: fl
 
 @pytest.mark.parametrize("time", [0.0, -1.0, math.nan, math.inf])
 def test_impossible_times_are_refused(time: float) -> None:
-    refused(needed_accept_length, time, 1.0, says=("iteration",))
-    refused(needed_accept_length, 1.0, time, says=("plain step",))
+    check_refused(needed_accept_length, time, 1.0, says=("iteration",))
+    check_refused(needed_accept_length, 1.0, time, says=("plain step",))
 
 
 @pytest.mark.parametrize("length", [0.57, 0.0, -3, math.nan])
 def test_a_rate_is_no_accept_length(length: float) -> None:
-    refused(judge, 2.0, 1.0, length, says=("at least 1",))
+    check_refused(judge, 2.0, 1.0, length, says=("at least 1",))
 
 
 def test_the_fit_of_report_8() -> None:

@@ -21,7 +21,7 @@ from fastverify.checks import (
     closest,
     installed_versions,
 )
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 GOOD = {
     "sglang": "0.5.23",
@@ -57,7 +57,7 @@ def test_the_pins_agree_with_the_package() -> None:
 @pytest.mark.parametrize("python", [(2, 7), (3, 10), (3, 14), (4, 0)])
 def test_other_pythons_are_refused(python: tuple[int, int]) -> None:
     found = f"{python[0]}.{python[1]}"
-    refused(check_versions, GOOD, python, says=(f"Python {found}", "3.11 to 3.13"))
+    check_refused(check_versions, GOOD, python, says=(f"Python {found}", "3.11 to 3.13"))
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_other_pythons_are_refused(python: tuple[int, int]) -> None:
 )
 def test_other_versions_are_refused(name: str, version: str, wanted: str) -> None:
     says = (f"{name} {version}".strip(), wanted, "pip install", f'"{name}{PINS[name]}"'[1:-1])
-    message = refused(check_versions, {**GOOD, name: version}, (3, 11), says=says)
+    message = check_refused(check_versions, {**GOOD, name: version}, (3, 11), says=says)
     assert message.count("where") == 1
 
 
 @given(st.sets(st.sampled_from(sorted(PINS)), min_size=1))
 def test_every_absent_package_is_named(absent: set[str]) -> None:
     installed = {name: version for name, version in GOOD.items() if name not in absent}
-    message = refused(check_versions, installed, (3, 12), says=tuple(absent))
+    message = check_refused(check_versions, installed, (3, 12), says=tuple(absent))
     assert message.count("is not installed") == len(absent)
     assert not any(f"{name} is" in message for name in PINS.keys() - absent)
 
@@ -108,7 +108,7 @@ def test_two_nccl_packages_are_refused(torch: str, keep: str, drop: str) -> None
         f"pip uninstall {drop}",
         f"{keep}=={both[keep]}",
     )
-    refused(check_versions, both, (3, 11), says=says)
+    check_refused(check_versions, both, (3, 11), says=says)
 
 
 @pytest.mark.parametrize("name", ["nvidia-nccl-cu12", "nvidia-nccl-cu13", None])
@@ -136,7 +136,7 @@ def taken() -> Iterator[int]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
 def test_a_taken_port_is_refused_with_a_free_one(taken: int, host: str) -> None:
-    message = refused(check_port, host, taken, says=(taken, host, "already in use"))
+    message = check_refused(check_port, host, taken, says=(taken, host, "already in use"))
     free = int(message.split("--port ")[2].split()[0])
     assert free != taken
     check_port(host, free)
@@ -147,29 +147,29 @@ def test_a_port_is_free_again_after_the_check(taken: int) -> None:
     assert free is not None
     check_port("127.0.0.1", free)
     with socket.create_server(("127.0.0.1", free)):
-        refused(check_port, "127.0.0.1", free, says=(free,))
+        check_refused(check_port, "127.0.0.1", free, says=(free,))
 
 
 def test_no_port_is_offered_when_none_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_bind_error", lambda host, port: checks.errno.EADDRINUSE)
-    message = refused(check_port, "h", 30000, says=(30000, "already in use"))
+    message = check_refused(check_port, "h", 30000, says=(30000, "already in use"))
     assert "is free" not in message
 
 
 @pytest.mark.parametrize("port", [-1, 0, 65536, 10**9])
 def test_numbers_that_are_no_ports_are_refused(port: int) -> None:
-    refused(check_port, "127.0.0.1", port, says=(port, 65535))
+    check_refused(check_port, "127.0.0.1", port, says=(port, 65535))
 
 
 @pytest.mark.parametrize("code", [checks.errno.EACCES, checks.errno.EPERM])
 def test_reserved_ports_are_refused(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_bind_error", lambda host, port: code)
-    refused(check_port, "127.0.0.1", 80, says=(80, 1024, 65535))
+    check_refused(check_port, "127.0.0.1", 80, says=(80, 1024, 65535))
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid", "a" * 70 + ".x"])
 def test_a_host_that_is_not_this_machine_is_refused(host: str) -> None:
-    refused(check_port, host, 30000, says=(host, "127.0.0.1", "0.0.0.0"))
+    check_refused(check_port, host, 30000, says=(host, "127.0.0.1", "0.0.0.0"))
 
 
 PRESETS = ("kimi-k2.5", "kimi-k2.6", "deepseek-v3", "glm-5", "tiny")

@@ -25,7 +25,7 @@ from fastverify.machine.facts import Machine, NumaNode
 from fastverify.machine.finding import Finding
 from fastverify.machine.topology import classify
 from tests.machines import NAMES, machine, machines
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 
 def codes(evidence: Evidence) -> dict[str, Finding]:
@@ -293,12 +293,14 @@ def test_one_gpu_needs_no_probe() -> None:
 
 
 def test_measurement_files_name_the_field_that_is_wrong() -> None:
-    refused(parse_measured, '{"measurements": 1, "stepz": []}', "m.json", says=("stepz",))
-    refused(parse_measured, '{"measurements": 1, "free_rows": -1}', "m.json", says=("free_rows",))
-    refused(parse_measured, '{"measurements": 2}', "m.json", says=("2", "1"))
-    refused(parse_measured, '{"measurements": 1', "m.json", says=("m.json",))
+    check_refused(parse_measured, '{"measurements": 1, "stepz": []}', "m.json", says=("stepz",))
+    check_refused(
+        parse_measured, '{"measurements": 1, "free_rows": -1}', "m.json", says=("free_rows",)
+    )
+    check_refused(parse_measured, '{"measurements": 2}', "m.json", says=("2", "1"))
+    check_refused(parse_measured, '{"measurements": 1', "m.json", says=("m.json",))
     square = '{"measurements": 1, "probe": [["-", "ok"]]}'
-    refused(parse_measured, square, "m.json", says=("not square",))
+    check_refused(parse_measured, square, "m.json", says=("not square",))
 
 
 def test_measurements_of_several_files_are_laid_over_each_other() -> None:

@@ -23,7 +23,7 @@ from tests.checkpoints import (
     write_model,
 )
 from tests.machines import FOLDER, machine
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 REPORTS = Path(__file__).parent / "data" / "reports"
 
@@ -53,7 +53,7 @@ def test_recorded_files_are_judged_with_the_machine(capsys: pytest.CaptureFixtur
     code, found = run(capsys, "--machine", recorded("two-switches"), str(REPORTS / "R86.json"))
     assert code == 2 and found["write-collapse"] == "fail"
     four = str(REPORTS / "R37-topo.txt")
-    refused(
+    check_refused(
         doctor_main,
         ["--machine", recorded("vm"), four, str(REPORTS / "R25-topo.txt")],
         says=("different machines",),
@@ -74,7 +74,7 @@ def test_recorded_files_are_judged_with_the_machine(capsys: pytest.CaptureFixtur
     ],
 )
 def test_bad_arguments_are_one_sentence(argv: list[str], says: str) -> None:
-    refused(doctor_main, argv, says=(says,))
+    check_refused(doctor_main, argv, says=(says,))
 
 
 @pytest.mark.parametrize(

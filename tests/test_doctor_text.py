@@ -15,7 +15,7 @@ from fastverify.doctor.live import acs_redirects
 from fastverify.errors import ConfigError
 from fastverify.logs.text import decode, read_text, to_number
 from fastverify.machine.facts import LINK_CODE, P2P_CODE
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 FOLDER = Path(__file__).parent / "data" / "reports"
 CODES = st.sampled_from(["NV4", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS"])
@@ -89,7 +89,7 @@ def test_cells_that_ran_together_are_taken_apart() -> None:
     ],
 )
 def test_damaged_topology_is_refused(text: str, says: str) -> None:
-    refused(smi.parse_topo, text, says=(says,))
+    check_refused(smi.parse_topo, text, says=(says,))
 
 
 def test_one_gpu_beside_its_network_card() -> None:
@@ -185,7 +185,7 @@ def test_an_environment_keeps_only_what_matters(tmp_path: Path) -> None:
 
 def test_csv_with_decimal_commas_is_refused_not_misread() -> None:
     text = "index, power.draw [W]\n0, 92,15 W\n"
-    refused(smi.parse_csv, text, says=("LC_ALL=C",))
+    check_refused(smi.parse_csv, text, says=("LC_ALL=C",))
     assert smi.parse_csv("index, power.draw [W]\n0, 92.15 W\n")[0]["power.draw"] == "92.15 W"
 
 
@@ -220,7 +220,7 @@ def test_driver_keys_come_from_params_only() -> None:
         'EnableResizableBar: 1\nRegistryDwords: "ForceP2P=0x11;A=1"\n'
     )
     assert keys == {"ForceP2P": "0x11", "A": "1"} and bar is True
-    refused(hosttext.parse_params, "EnableResizableBar: 1\n", says=("RegistryDwords",))
+    check_refused(hosttext.parse_params, "EnableResizableBar: 1\n", says=("RegistryDwords",))
 
 
 def test_kernel_logs() -> None:
@@ -245,15 +245,15 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
     for name, data in cases.items():
         path = tmp_path / name
         path.write_bytes(data)
-        refused(collect, [path], says=("empty" if name in ("empty", "blank") else "binary",))
-    refused(collect, [tmp_path / "absent"], says=("No such file",))
-    refused(collect, [tmp_path], says=("cannot be read",))
+        check_refused(collect, [path], says=("empty" if name in ("empty", "blank") else "binary",))
+    check_refused(collect, [tmp_path / "absent"], says=("No such file",))
+    check_refused(collect, [tmp_path], says=("cannot be read",))
     foreign = tmp_path / "poem.txt"
     foreign.write_text("the owl and the pussycat went to sea\n")
-    refused(collect, [foreign], says=("no known kind",))
+    check_refused(collect, [foreign], says=("no known kind",))
     strange = tmp_path / "strange.json"
     strange.write_text('{"a": 1}')
-    refused(collect, [strange], says=("machine file",))
+    check_refused(collect, [strange], says=("machine file",))
 
 
 def test_other_encodings_are_read(tmp_path: Path) -> None:

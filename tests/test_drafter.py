@@ -20,7 +20,7 @@ from tests.checkpoints import (
     refuse,
     write_model,
 )
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 BOTH = pytest.mark.parametrize("kind", ["mha", "mla"])
 
@@ -79,7 +79,7 @@ def test_what_is_not_on_this_disk_is_not_judged(tmp_path: Path) -> None:
 
 def test_unread_weights_are_listed(tmp_path: Path) -> None:
     name = write_model(tmp_path, draft_config("mha"))
-    refused(check_drafter, GOAL, name, says=(name, "no weight files"))
+    check_refused(check_drafter, GOAL, name, says=(name, "no weight files"))
     facts = check_drafter(GOAL, name, dummy_weights=True)
     assert facts is not None and not facts.map_checked
     assert facts.unchecked and "random" in facts.unchecked[0]

@@ -14,7 +14,7 @@ from fastverify.logs.cli import logs_main
 from fastverify.logs.nccl import parse_nccl
 from fastverify.logs.server import parse_server
 from fastverify.logs.troubles import _HINTS, MEANINGS, trouble_in
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 FOLDER = Path(__file__).parent / "data" / "reports"
 ARGS = (
@@ -317,5 +317,5 @@ def test_the_command_explains_and_returns_the_severity(
     assert "verify is not captured" in out and "\x1b" not in out
     assert logs_main([str(FOLDER / "R55.txt"), "--json"]) == 0
     assert '"custom-allreduce-gate"' in capsys.readouterr().out
-    refused(logs_main, [str(tmp_path / "absent.log")], says=("cannot be read",))
-    refused(logs_main, [], says=("required",))
+    check_refused(logs_main, [str(tmp_path / "absent.log")], says=("cannot be read",))
+    check_refused(logs_main, [], says=("required",))

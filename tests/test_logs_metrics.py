@@ -14,7 +14,7 @@ from fastverify.doctor.evidence import Evidence
 from fastverify.errors import ConfigError
 from fastverify.logs.metrics import Acceptance, Dump, acceptance, parse_metrics
 from fastverify.machine.finding import Finding
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 
 def sglang(requests: float, steps: float, accepted: float, **more: float) -> str:
@@ -145,7 +145,7 @@ def test_a_page_cut_in_a_line_loses_that_line_only() -> None:
 
 @pytest.mark.parametrize("text", ["", "\n", "node_cpu_seconds_total 3\n", "hello\n"])
 def test_foreign_pages_are_refused(text: str) -> None:
-    refused(parse_metrics, text, "page", says=("page", "metrics"))
+    check_refused(parse_metrics, text, "page", says=("page", "metrics"))
 
 
 @settings(deadline=None, max_examples=200)

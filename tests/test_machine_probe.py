@@ -3,7 +3,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import pytest
 
 from fastverify.machine import classify, dump_machine, read_machine
 from fastverify.machine.facts import UNLIMITED, NumaNode
-from fastverify.machine.nccl_library import NcclLibrary, decode_version, read_nccl
+from fastverify.machine.nccl_library import NcclLibrary
 from fastverify.machine.nvml import visible_indices
 from fastverify.machine.store import inconsistency, parse_machine
 
@@ -356,62 +355,6 @@ def test_no_iommu_group_means_no_iommu(root: Path) -> None:
         group.unlink()
         group.parent.rmdir()
     assert {gpu.iommu_type for gpu in _read(root).gpus} == {"none"}
-
-
-class _Distribution:
-    version = "2.30.7"
-
-    def __init__(self, *files: str) -> None:
-        self.files = files
-
-    def locate_file(self, file: str) -> str:
-        return f"site/{file}"
-
-
-LIBRARY_FILE = "nvidia/nccl/lib/libnccl.so.2"
-ASKED = {f"site/{LIBRARY_FILE}": 23007, "lib/libnccl.so.2": 22606, "other/libnccl.so": 2708}
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, ("2.30.7", "package")),
-        ({"LD_PRELOAD": "libjemalloc.so:lib/libnccl.so.2"}, ("2.26.6", "LD_PRELOAD")),
-        ({"LD_PRELOAD": "libjemalloc.so"}, ("2.30.7", "package")),
-        ({"SGLANG_NCCL_SO_PATH": "other/libnccl.so"}, ("2.7.8", "SGLANG_NCCL_SO_PATH")),
-        ({"SGLANG_NCCL_SO_PATH": "gone.so"}, (None, "SGLANG_NCCL_SO_PATH")),
-        ({"VLLM_NCCL_SO_PATH": "other/libnccl.so"}, ("2.30.7", "package")),
-    ],
-)
-def test_the_nccl_that_will_load(environ, expected) -> None:
-    def lookup(name: str):
-        return _Distribution(LIBRARY_FILE)
-
-    found = read_nccl(environ, lookup, ASKED.get)
-    assert (found.version, found.origin) == expected
-    assert found.packages == ("nvidia-nccl-cu12==2.30.7", "nvidia-nccl-cu13==2.30.7")
-
-
-def test_no_nccl_installed() -> None:
-    def lookup(name: str):
-        raise PackageNotFoundError(name)
-
-    assert read_nccl({}, lookup, ASKED.get) == NcclLibrary(None, None, ())
-
-
-def test_the_installed_nccl_answers() -> None:
-    found = read_nccl({})
-    assert found.version is not None and found.version.startswith("2.")
-    assert found.origin == "package"
-
-
-def test_a_file_that_is_no_library() -> None:
-    found = read_nccl({"SGLANG_NCCL_SO_PATH": __file__})
-    assert (found.version, found.origin) == (None, "SGLANG_NCCL_SO_PATH")
-
-
-def test_decode_version() -> None:
-    assert [decode_version(code) for code in (2708, 22602, 23007)] == ["2.7.8", "2.26.2", "2.30.7"]
 
 
 def test_this_machine_is_read_quickly_and_without_torch() -> None:

@@ -10,7 +10,7 @@ import pytest
 from fastverify.machine import load_machine
 from fastverify.machine.record import main, summary
 from tests.machines import NAMES, machine
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -32,7 +32,7 @@ def test_the_summary_counts_models_and_says_what_was_not_read() -> None:
 
 def test_a_file_that_cannot_be_written_is_one_sentence(capsys, tmp_path) -> None:
     target = ["--json", str(tmp_path / "no" / "m.json")]
-    refused(main, target, lambda: machine("none"), says=("cannot write", "m.json"))
+    check_refused(main, target, lambda: machine("none"), says=("cannot write", "m.json"))
     assert capsys.readouterr().out == ""
 
 

@@ -19,7 +19,7 @@ from fastverify.machine.facts import (
 )
 from fastverify.machine.store import MAX_FILE_BYTES, inconsistency, parse_machine
 from tests.machines import FOLDER, NAMES, machine, machines
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 EXPECTED = {
     "one-switch",
@@ -100,7 +100,7 @@ def test_a_bad_file_is_refused_in_one_sentence(case: str, tmp_path) -> None:
     data, message = BAD[case]
     path = tmp_path / "machine.json"
     path.write_bytes(data)
-    assert message in refused(load_machine, path, says=("machine.json",))
+    assert message in check_refused(load_machine, path, says=("machine.json",))
 
 
 def test_a_file_cut_anywhere_is_refused_or_whole() -> None:
@@ -110,12 +110,12 @@ def test_a_file_cut_anywhere_is_refused_or_whole() -> None:
 
 
 def test_unreadable_paths_are_refused(tmp_path) -> None:
-    refused(load_machine, tmp_path / "absent.json", says=("absent.json does not exist",))
-    refused(load_machine, tmp_path, says=("cannot be read",))
+    check_refused(load_machine, tmp_path / "absent.json", says=("absent.json does not exist",))
+    check_refused(load_machine, tmp_path, says=("cannot be read",))
     large = tmp_path / "large.json"
     with large.open("wb") as file:
         file.truncate(MAX_FILE_BYTES + 1)
-    refused(load_machine, large, says=("larger than 4 MiB",))
+    check_refused(load_machine, large, says=("larger than 4 MiB",))
 
 
 def test_a_byte_order_mark_and_other_layout_are_accepted() -> None:

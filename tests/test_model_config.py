@@ -11,7 +11,7 @@ import pytest
 from fastverify.model.config import load_model_config, model_config
 from fastverify.model.files import resolve
 from tests.checkpoints import ABSENT, TARGET, int4, kimi, target, write_model
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 
 def test_a_wrapped_text_model_is_read() -> None:
@@ -59,19 +59,21 @@ REQUIRED = (
 
 @pytest.mark.parametrize("field", REQUIRED)
 def test_a_missing_field_is_named(field: str) -> None:
-    refused(model_config, target(**{field: ABSENT}), "m", says=("m", field))
+    check_refused(model_config, target(**{field: ABSENT}), "m", says=("m", field))
 
 
 @pytest.mark.parametrize("field", REQUIRED)
 @pytest.mark.parametrize("value", ["32", 0, -4, 1.5, True, [3], {}])
 def test_a_wrong_field_is_shown(field: str, value: Any) -> None:
-    message = refused(model_config, target(**{field: value}), "m", says=("m", field, 1))
+    message = check_refused(model_config, target(**{field: value}), "m", says=("m", field, 1))
     assert repr(value) in message
 
 
 @pytest.mark.parametrize("value", [ABSENT, None, [], "DeepseekV3ForCausalLM", [1]])
 def test_architectures_must_be_names(value: Any) -> None:
-    refused(model_config, target(architectures=value), "m", says=("m", "architectures", "list"))
+    check_refused(
+        model_config, target(architectures=value), "m", says=("m", "architectures", "list")
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_quantisation_formats(stated: dict[str, Any], expected: tuple[object, ..
 
 
 def test_quantisation_must_be_an_object() -> None:
-    refused(model_config, target(quantization_config="int4"), "m", says=("'int4'", "object"))
+    check_refused(model_config, target(quantization_config="int4"), "m", says=("'int4'", "object"))
 
 
 def test_modelopt_keeps_its_quantisation_beside_the_config(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from fastverify.model.config import load_model_config
 from fastverify.model.files import read_tensors, resolve
 from tests.checkpoints import TARGET, write_model
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 
 def save(folder: Path, name: str = "model.safetensors") -> None:
@@ -35,13 +35,15 @@ def test_a_folder_or_its_config_json_names_a_model(tmp_path: Path, suffix: str) 
     "name", ["no/such/folder", "./missing", "/missing", "kimi", "", " ", "a b"]
 )
 def test_a_path_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
-    message = refused(resolve, name, what="draft", cache_dir=tmp_path, says=("draft", "OWNER/NAME"))
+    message = check_refused(
+        resolve, name, what="draft", cache_dir=tmp_path, says=("draft", "OWNER/NAME")
+    )
     assert repr(name) in message
 
 
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.gguf").write_bytes(b"x")
-    refused(resolve, str(tmp_path / "weights.gguf"), says=("weights.gguf", "folder"))
+    check_refused(resolve, str(tmp_path / "weights.gguf"), says=("weights.gguf", "folder"))
 
 
 def test_a_hub_name_is_looked_up_on_disk_only(tmp_path: Path) -> None:
@@ -81,11 +83,11 @@ def test_a_config_that_is_no_json_object_is_refused(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    refused(resolve, str(tmp_path), says=(str(path), *says))
+    check_refused(resolve, str(tmp_path), says=(str(path), *says))
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    refused(resolve, str(tmp_path), says=(str(tmp_path), "config.json"))
+    check_refused(resolve, str(tmp_path), says=(str(tmp_path), "config.json"))
 
 
 def test_an_unreadable_config_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +97,7 @@ def test_an_unreadable_config_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_bytes", denied)
-    refused(resolve, str(tmp_path), says=("Permission denied", str(tmp_path / "config.json")))
+    check_refused(resolve, str(tmp_path), says=("Permission denied", str(tmp_path / "config.json")))
 
 
 def cut_header(data: bytes) -> bytes:
@@ -132,13 +134,13 @@ def test_damaged_weights_are_refused(tmp_path: Path, damage: Any, says: tuple[ob
     name = write_model(tmp_path, TARGET, {"a": np.zeros((4, 4), np.float16)})
     path = tmp_path / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))
-    refused(load_model_config, resolve(name), says=(str(path), *says))
+    check_refused(load_model_config, resolve(name), says=(str(path), *says))
     assert load_model_config(resolve(name), dummy_weights=True) is not None
 
 
 def test_absent_weights_are_refused_unless_they_are_made_up(tmp_path: Path) -> None:
     name = write_model(tmp_path, TARGET)
-    refused(load_model_config, resolve(name), says=(name, "--load-format dummy"))
+    check_refused(load_model_config, resolve(name), says=(name, "--load-format dummy"))
     config = load_model_config(resolve(name), dummy_weights=True)
     assert config is not None and config.weight_bytes > 0 and not config.weights_on_disk
 
@@ -156,7 +158,7 @@ def test_shards_named_by_the_index_must_be_there(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
     save(tmp_path, "1.safetensors")
-    refused(load_model_config, resolve(name), says=("2 of the 3", "2.safetensors"))
+    check_refused(load_model_config, resolve(name), says=("2 of the 3", "2.safetensors"))
     save(tmp_path, "2.safetensors")
     save(tmp_path, "3.safetensors")
     config = load_model_config(resolve(name))
@@ -169,7 +171,7 @@ def test_an_index_without_names_is_refused(tmp_path: Path, weight_map: Any) -> N
     name = write_model(tmp_path, TARGET)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    refused(load_model_config, resolve(name), says=(str(index), "weight_map"))
+    check_refused(load_model_config, resolve(name), says=(str(index), "weight_map"))
 
 
 def test_headers_are_read_without_the_weights(tmp_path: Path) -> None:

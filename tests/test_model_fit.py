@@ -12,7 +12,7 @@ from fastverify.model.config import check_tp, model_config, weights_fit
 from fastverify.model.fit import tp_problem
 from fastverify.preset import load_preset
 from tests.checkpoints import ABSENT, TARGET, int4, kimi, target
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from tests.sentences import refused
 def test_what_does_not_divide_is_named(
     changes: dict[str, Any], tp: int, says: tuple[object, ...]
 ) -> None:
-    refused(check_tp, model_config(target(**changes), "m"), tp, says=("m", *says))
+    check_refused(check_tp, model_config(target(**changes), "m"), tp, says=("m", *says))
 
 
 @pytest.mark.parametrize(("kv_heads", "tp", "fits"), [(2, 4, True), (2, 8, True), (6, 4, False)])
@@ -38,7 +38,7 @@ def test_key_value_heads_are_split_or_copied(kv_heads: int, tp: int, fits: bool)
     if fits:
         check_tp(config, tp)
     else:
-        refused(check_tp, config, tp, says=(f"{kv_heads} key-value heads", tp))
+        check_refused(check_tp, config, tp, says=(f"{kv_heads} key-value heads", tp))
     check_tp(model_config(target(num_key_value_heads=kv_heads), "latent"), tp)
 
 
@@ -58,7 +58,7 @@ def test_marlin_needs_whole_tiles_and_groups(moe: int, group: int, tp: int, fits
     if fits:
         check_tp(config, tp)
     else:
-        refused(check_tp, config, tp, says=(max(64, group), moe // tp, "Marlin"))
+        check_refused(check_tp, config, tp, says=(max(64, group), moe // tp, "Marlin"))
     unquantised = target(
         hidden_size=256, moe_intermediate_size=moe, quantization_config=int4(group, ("experts",))
     )
@@ -67,14 +67,14 @@ def test_marlin_needs_whole_tiles_and_groups(moe: int, group: int, tp: int, fits
 
 def test_marlin_needs_a_hidden_size_of_whole_tiles() -> None:
     config = model_config(target(quantization_config=int4()), "m")
-    refused(check_tp, config, 1, says=("hidden size", 128, 32, "no --tp-size is possible"))
+    check_refused(check_tp, config, 1, says=("hidden size", 128, 32, "no --tp-size is possible"))
 
 
 def test_fp8_blocks_stay_whole() -> None:
     stated = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config = model_config(target(moe_intermediate_size=512, quantization_config=stated), "m")
     check_tp(config, 4)
-    refused(check_tp, config, 8, says=(64, 128, "1, 2, 4"))
+    check_refused(check_tp, config, 8, says=(64, 128, "1, 2, 4"))
 
 
 @given(st.integers(1, 128), st.integers(1, 128), st.integers(1, 64))
@@ -84,7 +84,7 @@ def test_a_refusal_names_exactly_the_sizes_that_pass(heads: int, moe: int, tp: i
     divides = heads % tp == 0 and moe % tp == 0 and 64 % tp == 0
     assert (tp_problem(config, tp) is None) == divides
     if not divides:
-        message = refused(check_tp, config, tp, says=(tp,))
+        message = check_refused(check_tp, config, tp, says=(tp,))
         listed = message.split("may be ")[1].rstrip(".").split(", ")
         assert all(heads % int(n) == 0 and moe % int(n) == 0 for n in listed)
 
@@ -102,9 +102,9 @@ def test_weights_that_overfill_a_gpu_are_refused() -> None:
     config = model_config(kimi(), "kimi")
     share = weights_fit(config, [96 * 10**9] * 8, 8)
     assert config.weight_bytes / 8 < share < config.weight_bytes / 8 + 3e9
-    refused(weights_fit, config, [96 * 10**9] * 4, 4, says=("kimi", "96.0 GB", "about", 4))
-    refused(weights_fit, config, [96 * 10**9] * 7 + [24 * 10**9], 8, says=("24.0 GB", 8))
-    refused(weights_fit, config, [96 * 10**9] * 4, 8, says=(8, 4, "--tp-size"))
+    check_refused(weights_fit, config, [96 * 10**9] * 4, 4, says=("kimi", "96.0 GB", "about", 4))
+    check_refused(weights_fit, config, [96 * 10**9] * 7 + [24 * 10**9], 8, says=("24.0 GB", 8))
+    check_refused(weights_fit, config, [96 * 10**9] * 4, 8, says=(8, 4, "--tp-size"))
 
 
 @given(st.integers(0, 10**12), st.integers(1, 16))
@@ -114,4 +114,4 @@ def test_shares_cover_the_weights(size: int, gpus: int) -> None:
     assert share * gpus >= size
     assert weights_fit(config, [share] * gpus, gpus) == share
     if share:
-        refused(weights_fit, config, [share - 1] * gpus, gpus, says=(gpus,))
+        check_refused(weights_fit, config, [share - 1] * gpus, gpus, says=(gpus,))

@@ -13,7 +13,7 @@ from fastverify.comm.nccl_values import LEVELS, p2p_level
 from fastverify.machine import Machine, classify
 from fastverify.machine.facts import select
 from tests.machines import machine, machines
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 IB = {"NCCL_IB_DISABLE": "1"}
@@ -187,8 +187,8 @@ def test_old_names_answer_for_new_ones() -> None:
 
 def test_unknown_profiles_are_refused() -> None:
     base = machine("none")
-    refused(nccl_settings, base, classify(base, 1), 1, {}, "speed", says=("speed", "latency"))
-    refused(nccl_settings, base, classify(base, 1), 0, {}, says=(0, 1))
+    check_refused(nccl_settings, base, classify(base, 1), 1, {}, "speed", says=("speed", "latency"))
+    check_refused(nccl_settings, base, classify(base, 1), 0, {}, says=(0, 1))
 
 
 @pytest.mark.parametrize("name", ["two-switches", "four-islands", "two-sockets"])

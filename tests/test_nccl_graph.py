@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastverify.comm.nccl_graph import MAX_FILE_BYTES, check_graph_file, read_graph_file
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 
 def graph(
@@ -93,9 +93,9 @@ def test_reading(tmp_path) -> None:
     path = tmp_path / "graph.xml"
     path.write_text(graph())
     assert read_graph_file(path) == graph()
-    refused(read_graph_file, tmp_path / "gone.xml", says=("gone.xml", "NCCL_GRAPH_FILE"))
-    refused(read_graph_file, tmp_path, says=("cannot be read",))
+    check_refused(read_graph_file, tmp_path / "gone.xml", says=("gone.xml", "NCCL_GRAPH_FILE"))
+    check_refused(read_graph_file, tmp_path, says=("cannot be read",))
     path.write_bytes(b"\0" * 10)
-    refused(read_graph_file, path, says=("graph.xml", "1 MiB"))
+    check_refused(read_graph_file, path, says=("graph.xml", "1 MiB"))
     path.write_bytes(b" " * (MAX_FILE_BYTES + 1))
-    refused(read_graph_file, path, says=("graph.xml", "1 MiB"))
+    check_refused(read_graph_file, path, says=("graph.xml", "1 MiB"))

@@ -21,7 +21,7 @@ from fastverify.planner import plan as make_plan
 from fastverify.preset import load_preset, preset_config, preset_names
 from fastverify.request import parse
 from tests import machines
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 LARGE = ("kimi-k2.5", "kimi-k2.6", "deepseek-v3", "glm-5")
@@ -143,7 +143,7 @@ def test_the_verify_kernel_is_chosen_where_its_table_reaches() -> None:
 def test_what_cannot_run_is_refused(
     argv: tuple[str, ...], machine: str, says: tuple[str, ...]
 ) -> None:
-    refused(kimi, *argv, machine=machine, says=says)
+    check_refused(kimi, *argv, machine=machine, says=says)
 
 
 @pytest.mark.parametrize("name", ["kimi-k25", "Kimi-K2.5", "tinny", "glm5"])

@@ -23,7 +23,7 @@ from tests.checkpoints import (
     refuse,
     write_model,
 )
-from tests.sentences import refused
+from tests.sentences import check_refused
 
 BOTH = pytest.mark.parametrize("kind", ["mha", "mla"])
 
@@ -49,7 +49,7 @@ def test_any_whole_type_holds_a_map(tmp_path: Path, dtype: Any) -> None:
 def test_a_map_of_fractions_is_refused(tmp_path: Path) -> None:
     tensors = draft_tensors("mha", d2t=good_map()[0].astype(np.float32))
     name = write_model(tmp_path, draft_config("mha"), tensors)
-    refused(check_drafter, GOAL, name, says=("d2t", "F32", "I64"))
+    check_refused(check_drafter, GOAL, name, says=("d2t", "F32", "I64"))
 
 
 def test_252_of_32000_positions() -> None:
@@ -62,14 +62,14 @@ def test_252_of_32000_positions() -> None:
     flags[rng.choice(others, 32000 - 252, replace=False)] = True
     d2t = ids - np.arange(32000)
     says = ("d", "252 of 32000", 32000)
-    refused(check_map, d2t, flags, draft_vocab=32000, vocab=163840, where="d", says=says)
+    check_refused(check_map, d2t, flags, draft_vocab=32000, vocab=163840, where="d", says=says)
 
 
 def test_target_ids_in_place_of_offsets_are_recognised() -> None:
     d2t, flags = good_map()
     ids = d2t + np.arange(DRAFT_VOCAB)
     for t2d in (flags, None):
-        message = refused(
+        message = check_refused(
             check_map,
             ids,
             t2d,
@@ -85,9 +85,9 @@ def test_zeros_are_no_map_unless_t2d_says_so() -> None:
     zeros = np.zeros(DRAFT_VOCAB, np.int64)
     first = np.arange(96) < DRAFT_VOCAB
     sizes: dict[str, Any] = {"draft_vocab": DRAFT_VOCAB, "vocab": 96, "where": "d"}
-    refused(check_map, zeros, None, **sizes, says=("zeros", DRAFT_VOCAB))
-    refused(check_map, zeros, good_map()[1], **sizes, says=("6 of 24", 96))
-    refused(check_map, zeros, np.ones(96, bool), **sizes, says=("24 of 24", "96 target ids"))
+    check_refused(check_map, zeros, None, **sizes, says=("zeros", DRAFT_VOCAB))
+    check_refused(check_map, zeros, good_map()[1], **sizes, says=("6 of 24", 96))
+    check_refused(check_map, zeros, np.ones(96, bool), **sizes, says=("24 of 24", "96 target ids"))
     assert len(check_map(zeros, first, **sizes)) == 1
     assert check_map(np.zeros(96, int), None, draft_vocab=96, vocab=96, where="d")
 
@@ -99,7 +99,9 @@ def test_maps_of_another_size_are_refused(name: str, shape: tuple[int, ...]) -> 
     size = maps[name].size
     maps[name] = np.zeros(shape, np.int64)
     says = (name, "shape", size)
-    refused(check_map, *maps.values(), draft_vocab=DRAFT_VOCAB, vocab=96, where="d", says=says)
+    check_refused(
+        check_map, *maps.values(), draft_vocab=DRAFT_VOCAB, vocab=96, where="d", says=says
+    )
 
 
 VOCABS = st.integers(2, 200).flatmap(
@@ -129,10 +131,10 @@ def test_every_single_fault_is_refused(case: tuple[int, set[int]], data: Any) ->
     wrong = data.draw(st.integers(-3, vocab + 3).filter(lambda value: value != ids[at]))
     moved = ids.copy()
     moved[at] = wrong
-    refused(check_map, moved - np.arange(ids.size), flags, **size, says=("d", ids.size))
+    check_refused(check_map, moved - np.arange(ids.size), flags, **size, says=("d", ids.size))
     turned = flags.copy()
     turned[data.draw(st.integers(0, vocab - 1))] ^= True
-    refused(check_map, ids - np.arange(ids.size), turned, **size, says=(int(turned.sum()),))
+    check_refused(check_map, ids - np.arange(ids.size), turned, **size, says=(int(turned.sum()),))
 
 
 @given(VOCABS, st.data())
@@ -149,4 +151,4 @@ def test_without_t2d_ids_outside_and_twice_are_refused(
     size = {"draft_vocab": ids.size, "vocab": vocab, "where": "d"}
     inside = bool(0 <= ids[at] < vocab)
     says = (ids.size - 1, "different") if inside else (vocab, f"{at} -> {ids[at]}".split()[0])
-    refused(check_map, d2t, None, **size, says=says)
+    check_refused(check_map, d2t, None, **size, says=says)
