@@ -145,7 +145,9 @@ class TestOneRank:
 
     def test_sampling_is_said_to_be_greedy(self, pair: Servers) -> None:
         assert "verifies greedily at any temperature" in pair.servers["eagle"].log
+        assert "a request asks for sampling" not in pair.servers["eagle"].log
         pair.servers["eagle"].generate(PROMPTS[:1], 8, temperature=1.0)
+        assert "a request asks for sampling" in pair.servers["eagle"].log
 
 
 class TestTwoRanks:

@@ -162,14 +162,16 @@ def test_another_sglang_ends_the_process_with_one_sentence(
 # --- the observer ----------------------------------------------------------------
 
 
-def worker(runner: Any, rows: int = 4) -> Any:
+def worker(runner: Any, rows: int = 4, device: str = "cuda") -> Any:
     target = SimpleNamespace(model_runner=SimpleNamespace(decode_cuda_graph_runner=runner))
-    return SimpleNamespace(speculative_num_draft_tokens=rows, target_worker=target)
+    return SimpleNamespace(speculative_num_draft_tokens=rows, target_worker=target, device=device)
 
 
-def batch(requests: int, *, idle: bool = False) -> Any:
+def batch(requests: int, *, idle: bool = False, greedy: bool = True) -> Any:
     return SimpleNamespace(
-        seq_lens=[7] * requests, forward_mode=SimpleNamespace(is_idle=lambda: idle)
+        seq_lens=[7] * requests,
+        forward_mode=SimpleNamespace(is_idle=lambda: idle),
+        sampling_info=SimpleNamespace(is_all_greedy=greedy),
     )
 
 
@@ -220,6 +222,20 @@ def test_the_observer_passes_results_through() -> None:
     result = observer.around_verify(original, who, what, "proxy", grammar_barrier=3)
     assert result.answer is answer
     assert kept == [((who, what, "proxy"), {"grammar_barrier": 3})]
+
+
+def test_a_sampled_request_on_the_cpu_is_warned_about_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from fastverify.hooks.verify import VerifyObserver
+
+    observer = VerifyObserver(None)
+    observer.around_verify(served(False), worker(None), batch(1, greedy=False))
+    observer.around_verify(served(False), worker(None, device="cpu"), batch(1))
+    assert "greedily" not in caplog.text
+    for _ in range(2):
+        observer.around_verify(served(False), worker(None, device="cpu"), batch(1, greedy=False))
+    assert caplog.text.count("greedily at any temperature") == 1
 
 
 # --- the status table ------------------------------------------------------------

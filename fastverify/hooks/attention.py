@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -22,6 +22,37 @@ logger = logging.getLogger("fastverify")
 BACKEND = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
 WIDTH = planning.LATENT + planning.ROPE
 KV_NAMES = {dtype: name for name, dtype in KV_DTYPES.items()}
+
+
+class Call(NamedTuple):
+    """The arguments of a backend's `forward_extend` or `forward_decode`."""
+
+    backend: Any
+    q: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    layer: Any
+    forward_batch: Any
+    save_kv_cache: bool
+    extra: dict[str, Any]
+
+    @staticmethod
+    def parse(
+        backend: Any,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **extra: Any,
+    ) -> Call:
+        """As SGLang passes them, by position or by name."""
+        return Call(backend, q, k, v, layer, forward_batch, save_kv_cache, extra)
+
+    def of(self, original: Callable[..., Any]) -> Any:
+        """What SGLang would have done."""
+        return original(*self[:-1], **self.extra)
 
 
 class VerifyAttention:
@@ -62,67 +93,37 @@ class VerifyAttention:
             self._reserve(max(sizes), backend.device)
 
     def around_extend(
-        self,
-        original: Callable[..., Any],
-        backend: Any,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
+        self, original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """AROUND `forward_extend(q, k, v, layer, forward_batch, save_kv_cache, ...)`."""
-        mode = forward_batch.forward_mode
-        verify = mode.is_target_verify()
-        if verify or mode.is_draft_extend_v2():
-            name = "verify" if verify else "draft_extend"
-            lens = forward_batch.seq_lens if verify else _prefix_lens(backend, forward_batch)
-            args = (backend, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-            out = self._serve(name, lens, True, *args)
-            if out is not None:
-                return out
-        return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        """AROUND `forward_extend`: verify and draft-extend are ours, prefill is not."""
+        call = Call.parse(backend, *args, **kwargs)
+        mode = call.forward_batch.forward_mode
+        out = None
+        if mode.is_target_verify():
+            out = self._serve("verify", call, call.forward_batch.seq_lens, lens_are_prefix=True)
+        elif mode.is_draft_extend_v2():
+            lens = _prefix_lens(backend, call.forward_batch)
+            out = self._serve("draft_extend", call, lens, lens_are_prefix=True)
+        return out if out is not None else call.of(original)
 
     def around_decode(
-        self,
-        original: Callable[..., Any],
-        backend: Any,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
+        self, original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """AROUND `forward_decode`; the steps of a drafter keep SGLang's kernel."""
-        if not backend.is_draft_runner and forward_batch.spec_info is None:
-            args = (backend, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-            out = self._serve("decode", forward_batch.seq_lens, False, *args)
-            if out is not None:
-                return out
-        return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        call = Call.parse(backend, *args, **kwargs)
+        out = None
+        if not backend.is_draft_runner and call.forward_batch.spec_info is None:
+            out = self._serve("decode", call, call.forward_batch.seq_lens, lens_are_prefix=False)
+        return out if out is not None else call.of(original)
 
     def _serve(
-        self,
-        phase: str,
-        lens: torch.Tensor,
-        lens_are_prefix: bool,
-        backend: Any,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool,
-        extra: dict[str, Any],
+        self, phase: str, call: Call, lens: torch.Tensor, *, lens_are_prefix: bool
     ) -> torch.Tensor | None:
+        backend, layer, forward_batch = call.backend, call.layer, call.forward_batch
         batch = forward_batch.batch_size
-        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        query = call.q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         rows, rest = divmod(query.shape[0], max(batch, 1))
-        reason = why_not(backend, layer, extra, uneven=bool(rest))
+        reason = why_not(backend, layer, call.extra, uneven=bool(rest))
         plan = None
         if reason is None:
             pool = backend.token_to_kv_pool.get_key_buffer(layer.layer_id)
@@ -131,16 +132,16 @@ class VerifyAttention:
         if plan is None:
             self._count(self.declined, f"{phase}: {reason}")
             return None
-        if save_kv_cache and k is not None:
+        if call.save_kv_cache and call.k is not None:
             loc = KVWriteLoc.for_batch(
                 forward_batch, swa_loc=backend.forward_metadata.swa_out_cache_loc
             )
-            backend._set_kv_buffer(forward_batch, layer, loc, k, v)
+            backend._set_kv_buffer(forward_batch, layer, loc, call.k, call.v)
         self._count(self.served, phase)
-        out = q.new_empty((query.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        out = call.q.new_empty((query.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         mla_verify(
             plan,
-            Workspace.view(plan, self._reserve(plan.workspace_bytes, q.device)),
+            Workspace.view(plan, self._reserve(plan.workspace_bytes, call.q.device)),
             query,
             pool,
             backend.req_to_token,

@@ -28,6 +28,7 @@ class VerifyObserver:
     def __init__(self, folder: pathlib.Path | None) -> None:
         self.counts = reports.VerifyCounts()
         self._folder = folder
+        self._said_greedy = False
         self._changed = threading.Event()
         if folder is not None:
             threading.Thread(target=self._flush, name="fastverify-counts", daemon=True).start()
@@ -45,6 +46,8 @@ class VerifyObserver:
         """AROUND `EAGLEWorkerV2.verify(batch, pp_proxy_tensors, grammar_barrier)`."""
         # Read before the call: verify replaces the batch's tensors.
         requests = len(batch.seq_lens)
+        if not self._said_greedy and str(worker.device) == "cpu":
+            self._warn_if_sampled(batch)
         result = original(worker, batch, *args, **kwargs)
         if requests and not batch.forward_mode.is_idle():
             rows = int(worker.speculative_num_draft_tokens)
@@ -59,6 +62,14 @@ class VerifyObserver:
             number = int(accepted)
             self.counts.accepted[number] = self.counts.accepted.get(number, 0) + 1
         self._changed.set()
+
+    def _warn_if_sampled(self, batch: Any) -> None:
+        if batch.sampling_info is not None and not batch.sampling_info.is_all_greedy:
+            self._said_greedy = True
+            logger.warning(
+                "fastverify: a request asks for sampling, and on the CPU SGLang verifies drafts"
+                " greedily at any temperature: only its first token was sampled"
+            )
 
     def _count(self, worker: Any, requests: int, rows: int, graph: bool) -> None:
         counts = self.counts
