@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.resources
 from typing import Any
 
 import msgspec
 
+from fastverify.checks import closest
 from fastverify.errors import ConfigError
 from fastverify.model.config import ModelConfig, model_config
 from fastverify.model.fit import tp_problem
@@ -61,8 +61,8 @@ def load_preset(name: str) -> Preset:
     """Read one shipped preset; ConfigError names the closest one for an unknown name."""
     names = preset_names()
     if name not in names:
-        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"the presets are {', '.join(names)}."
+        near = closest(name, names)
+        hint = f"did you mean {near!r}?" if near else f"the presets are {', '.join(names)}."
         raise ConfigError(
             f"{name!r} is no preset, no folder with a config.json and no OWNER/NAME of a model hub:"
             f" {hint}"

@@ -35,6 +35,11 @@ def is_sm120(machine: Machine) -> bool:
     return any((gpu.compute_capability or (0, 0))[0] == 12 for gpu in machine.gpus)
 
 
+def has_nvlink(machine: Machine) -> bool:
+    """True when any pair of GPUs has NVLink."""
+    return any(link.startswith("NV") for row in machine.links for link in row)
+
+
 def is_dense_mla(config: ModelConfig) -> bool:
     """MLA over the whole prefix; sparse (DSA) models bring their own attention backend."""
     return config.is_mla and not any(
@@ -127,8 +132,7 @@ def gpu_arguments(
     chosen = attention(machine, config, request)
     if chosen:
         yield chosen
-    nvlink = any(link.startswith("NV") for row in machine.links for link in row)
-    if tp > 2 and not nvlink:
+    if tp > 2 and not has_nvlink(machine):
         yield Line(
             "disable-custom-all-reduce",
             "",
@@ -191,11 +195,7 @@ def findings(
             "decode graphs are off: on 8 PCIe GPUs a verify of 3 tokens took 30 ms eager, and 12 to"
             " 15 ms are expected from a graph.",
         )
-    if (
-        machine.gpus
-        and tp > 2
-        and not any(link[:2] == "NV" for row in machine.links for link in row)
-    ):
+    if machine.gpus and tp > 2 and not has_nvlink(machine):
         yield Finding(
             "info",
             "peers-unproved",

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from fastverify.comm.collective import Call, Collective, Fused, call_of
 from fastverify.comm.layout import DTYPES, WORLDS
-from fastverify.comm.unfused import AddNorm
+from fastverify.comm.unfused import AddNorm, Unfused
 from fastverify.errors import ConfigError
 
 
-class PcieIpc(Collective):
+class PcieIpc(Unfused):
     """`PcieIpcAllReduceWorkspace`, and a fused add + norm after it.
 
     Making it is collective. Its kernels wait for peers without a limit, so it must come after the
@@ -67,17 +67,6 @@ class PcieIpc(Collective):
             self._stream = stream
         total: torch.Tensor = self._workspace.all_reduce(x)
         return total
-
-    def all_reduce_residual_rmsnorm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> Fused | None:
-        if self.why_not(call_of(x, residual, weight)):
-            return None
-        total = self.all_reduce(x)
-        assert total is not None
-        new = residual.clone()
-        self._add_norm(total, new, weight, eps)
-        return total, new
 
     def close(self) -> None:
         self._workspace.destroy()

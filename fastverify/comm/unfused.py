@@ -20,7 +20,24 @@ def sglang_add_norm() -> AddNorm:
     return kernel
 
 
-class Nccl(Collective):
+class Unfused(Collective):
+    """An all-reduce of its own, and a fused add + norm after it."""
+
+    _add_norm: AddNorm
+
+    def all_reduce_residual_rmsnorm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> Fused | None:
+        if self.why_not(call_of(x, residual, weight)):
+            return None
+        total = self.all_reduce(x)
+        assert total is not None
+        new = residual.clone()
+        self._add_norm(total, new, weight, eps)
+        return total, new
+
+
+class Nccl(Unfused):
     """NCCL through torch, which can be captured, and a fused add + norm. Takes everything."""
 
     name = "nccl"
@@ -40,14 +57,3 @@ class Nccl(Collective):
         total = x.clone()
         dist.all_reduce(total, group=self._group)
         return total
-
-    def all_reduce_residual_rmsnorm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> Fused | None:
-        if self.why_not(call_of(x, residual, weight)):
-            return None
-        total = self.all_reduce(x)
-        assert total is not None
-        new = residual.clone()
-        self._add_norm(total, new, weight, eps)
-        return total, new

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from fastverify.errors import ConfigError
+from fastverify.machine import host
 
 
 class Bridge(msgspec.Struct, frozen=True):
@@ -108,17 +109,10 @@ def parse_kernel_log(text: str) -> KernelLog | None:
 
 def parse_params(text: str) -> tuple[dict[str, str], bool | None]:
     """RegistryDwords and EnableResizableBar of the driver's params file (ConfigError)."""
-    values = {
-        key.strip(): value.strip().strip('"')
-        for key, colon, value in (line.partition(":") for line in text.split("\n"))
-        if colon
-    }
-    if "RegistryDwords" not in values:
+    keys, bar = host.parse_params(text)
+    if keys is None:
         raise ConfigError(
             "the driver's parameters hold no RegistryDwords line; record"
             " `cat /proc/driver/nvidia/params`, the module's sysfs node stays empty."
         )
-    pairs = (part.partition("=") for part in values["RegistryDwords"].split(";") if "=" in part)
-    keys = {name.strip(): value.strip() for name, _, value in pairs}
-    bar = values.get("EnableResizableBar", "")
-    return keys, bar != "0" if bar.isdecimal() else None
+    return keys, bar

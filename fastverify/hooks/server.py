@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from fastverify.checks import closest
 from fastverify.errors import ConfigError
 
 
@@ -25,8 +25,8 @@ def check_arguments(argv: Sequence[str]) -> None:
     flags = [token for token in unknown if token.startswith("--")]
     if flags:
         name = flags[0].partition("=")[0]
-        near = difflib.get_close_matches(name, parser._option_string_actions, n=1)
-        hint = f"did you mean {near[0]}?" if near else "`sglang serve --help` lists them."
+        near = closest(name, parser._option_string_actions)
+        hint = f"did you mean {near}?" if near else "`sglang serve --help` lists them."
         raise ConfigError(f"{name} is no flag of fastverify or SGLang 0.5.23: {hint}")
 
 

@@ -116,30 +116,33 @@ def _numa_nodes(root: Path) -> tuple[NumaNode, ...]:
 
 
 def _driver_files(root: Path) -> dict[str, Any]:
-    params = read_text(root / "proc/driver/nvidia/params")
-    values = {
-        key.strip(): value.strip().strip('"')
-        for key, found, value in (line.partition(":") for line in (params or "").splitlines())
-        if found
-    }
-    keys = values.get("RegistryDwords")
-    bar = values.get("EnableResizableBar")
+    keys, bar = parse_params(read_text(root / "proc/driver/nvidia/params") or "")
     version = read_text(root / "proc/driver/nvidia/version")
     module = re.search(r"Kernel Module(?: for \S+)?\s+(\d[\d.]*)", version or "")
     flavour: Literal["open", "proprietary"] | None = None
     if version and module:
         flavour = "open" if "Open Kernel Module" in version else "proprietary"
     return {
-        "registry_dwords": None if keys is None else _dwords(keys),
-        "resizable_bar": bar != "0" if bar is not None and bar.isdecimal() else None,
+        "registry_dwords": keys,
+        "resizable_bar": bar,
         "driver_version": module.group(1) if module else None,
         "driver_flavour": flavour,
     }
 
 
-def _dwords(text: str) -> dict[str, str]:
-    pairs = (part.partition("=") for part in text.split(";") if "=" in part)
-    return {name.strip(): value.strip() for name, _, value in pairs}
+def parse_params(text: str) -> tuple[dict[str, str] | None, bool | None]:
+    """RegistryDwords and EnableResizableBar of the driver's params file; None where absent."""
+    values = {
+        key.strip(): value.strip().strip('"')
+        for key, found, value in (line.partition(":") for line in text.splitlines())
+        if found
+    }
+    bar = values.get("EnableResizableBar", "")
+    enabled = bar != "0" if bar.isdecimal() else None
+    if "RegistryDwords" not in values:
+        return None, enabled
+    pairs = (part.partition("=") for part in values["RegistryDwords"].split(";") if "=" in part)
+    return {name.strip(): value.strip() for name, _, value in pairs}, enabled
 
 
 def _sizes(root: Path) -> dict[str, Any]:
